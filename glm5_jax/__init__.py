@@ -1,0 +1,67 @@
+"""GLM-5.3-Flash in JAX: account for a checkpoint, convert it, run it.
+
+Names are imported on first use, so that config, skeleton and audit never import JAX.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .budget import parameter_budget, state_budget
+    from .checkpoint.audit import audit
+    from .checkpoint.convert import convert
+    from .checkpoint.tiny import make_tiny
+    from .checkpoint.verify import verify
+    from .config import ModelConfig, load_config
+    from .errors import CheckpointError, ConfigError
+    from .model import TextModel, load
+    from .skeleton import Skeleton
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "ModelConfig": "config",
+    "Skeleton": "skeleton",
+    "TextModel": "model",
+    "audit": "checkpoint.audit",
+    "convert": "checkpoint.convert",
+    "load": "model",
+    "load_config": "config",
+    "make_tiny": "checkpoint.tiny",
+    "parameter_budget": "budget",
+    "state_budget": "budget",
+    "verify": "checkpoint.verify",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ModelConfig",
+    "Skeleton",
+    "TextModel",
+    "__version__",
+    "audit",
+    "convert",
+    "load",
+    "load_config",
+    "make_tiny",
+    "parameter_budget",
+    "state_budget",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,9 @@
+"""The two errors that a user meets. Each carries one line: expected, found, where, what to do."""
+
+
+class ConfigError(ValueError):
+    """A config.json that does not describe a model of this family."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint whose files, tensors or ledger are not what they should be."""
