@@ -126,11 +126,10 @@ class ModelConfig:
                 "vX": self.vision.hidden_size,
                 "vF": self.vision.intermediate_size,
                 "vH": self.vision.num_heads,
-                "vD": self.vision.hidden_size // self.vision.num_heads,
                 "vC": self.vision.in_channels,
                 "vT": self.vision.temporal_patch_size,
                 "vP": self.vision.patch_size,
-                "vS": self.vision.spatial_merge_size,
+                "vM": self.vision.spatial_merge_size,
                 "vO": self.vision.out_hidden_size,
                 "vI": self.vision.projection_intermediate_size,
             }
