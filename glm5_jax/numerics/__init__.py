@@ -1,0 +1,1 @@
+"""Comparing numbers: traces, planted mistakes, and the transformers oracle that judges."""
