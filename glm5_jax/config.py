@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from . import config_fields as fields
-from . import config_layers
+from . import config_layers, config_levels
+from .config_fields import shown
+from .config_layers import Indexer, Mixer, Mlp
 from .errors import ConfigError
-
-MODEL_TYPES = ("glm5_next", "glm5_next_text")
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ class ModelConfig:
     hc_sinkhorn_iters: int
     num_nextn_predict_layers: int
     max_position_embeddings: int
-    layer_types: tuple[str, ...]
-    mlp_layer_types: tuple[str, ...]
-    indexer_types: tuple[str, ...]
+    layer_types: tuple[Mixer, ...]
+    mlp_layer_types: tuple[Mlp, ...]
+    indexer_types: tuple[Indexer, ...]
     pad_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str | None
@@ -179,7 +179,7 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{source}: expected a JSON object, got {type(raw).__name__}")
     overridden: list[str] = []
-    given = _merge_levels(raw, source, overridden)
+    given = config_levels.merge_levels(raw, source, overridden)
     vision_raw = raw.get("vision_config")
 
     known = fields.TEXT_SPECIAL | fields.TEXT_IGNORED
@@ -206,106 +206,6 @@ def parse_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
     )
 
 
-def _merge_levels(raw: Mapping[str, Any], source: str, overridden: list[str]) -> dict[str, Any]:
-    """One flat dict of text fields out of the top level and `text_config`; what lost is noted."""
-    model_type = raw.get("model_type")
-    if model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"{source}: model_type must be {' or '.join(MODEL_TYPES)}, got {model_type!r}"
-        )
-    nested = raw.get("text_config")
-    if nested is not None and not isinstance(nested, Mapping):
-        raise ConfigError(f"{source}: text_config must be an object, got {nested!r}")
-    nested_type = (nested or {}).get("model_type", "glm5_next_text")
-    if nested_type != "glm5_next_text":
-        raise ConfigError(
-            f"{source}: text_config.model_type must be glm5_next_text, got {nested_type!r}"
-        )
-    levels = []
-    for level, prefix in ((raw, ""), (nested or {}, "text_config.")):
-        plain = {
-            key: value
-            for key, value in level.items()
-            if key not in ("text_config", "vision_config", "model_type")
-        }
-        plain = fields.resolve_aliases(plain, fields.TEXT_ALIASES, source)
-        levels.append(_flatten_linear(plain, prefix, source, overridden))
-    top, text = levels
-
-    rivals = {name: form for form in fields.FORMS for name in form}
-    merged = {key: value for key, value in text.items() if not _is_absent(key, value)}
-    for key, value in top.items():
-        if _is_absent(key, value):
-            continue
-        winner = key if key in merged else next(
-            (rival for rival in rivals.get(key, ()) if text.get(rival) is not None), None
-        )
-        if winner is None:
-            merged[key] = value
-        elif winner != key or value != merged[key]:
-            told = winner if isinstance(merged[winner], list | dict) else f"{winner}={merged[winner]!r}"
-            overridden.append(f"{key}: {value!r} at the top level lost to text_config.{told}")
-    return merged
-
-
-# null in one of these is how transformers writes "not given".
-_NULL_IS_ABSENT = frozenset(
-    {
-        "layer_types",
-        "mlp_layer_types",
-        "first_k_dense_replace",
-        "indexer_types",
-        "index_topk_pattern",
-        "index_topk_freq",
-        "index_skip_topk_offset",
-        "linear_attn_config",
-        "num_key_value_heads",
-        "eos_token_id",
-        "dtype",
-        "quantization_config",
-    }
-)
-
-
-def _is_absent(key: str, value: Any) -> bool:
-    return (value is None and key in _NULL_IS_ABSENT) or (
-        key == "quantization_config" and value == {}
-    )
-
-
-def _flatten_linear(
-    level: dict[str, Any], prefix: str, source: str, overridden: list[str]
-) -> dict[str, Any]:
-    """Rewrite the numbers of `linear_attn_config` as flat `linear_*` fields; the dict wins.
-
-    A lower bound of null means −5 in the dict unless `safe_gate` is false; only then is it the
-    softplus form. A flat `linear_lower_bound: null` without the dict is the softplus form too.
-    """
-    linear = level.get("linear_attn_config")
-    if linear is None:
-        return level
-    if not isinstance(linear, Mapping):
-        raise ConfigError(f"{source}: {prefix}linear_attn_config must be an object, got {linear!r}")
-    known = fields.LINEAR_ATTN_OTHER | fields.LINEAR_ATTN_KEYS.keys()
-    fields.refuse_unknown(linear, known, source, f"{prefix}linear_attn_config.")
-    safe_gate = linear.get("safe_gate", True)
-    if not isinstance(safe_gate, bool):
-        raise ConfigError(
-            f"{source}: {prefix}linear_attn_config.safe_gate must be true or false, got {safe_gate!r}"
-        )
-    for key, flat in fields.LINEAR_ATTN_KEYS.items():
-        if key not in linear:
-            continue
-        if flat in level and level[flat] != linear[key]:
-            overridden.append(
-                f"{prefix}{flat}: {level[flat]!r} lost to linear_attn_config.{key}={linear[key]!r}"
-            )
-        level[flat] = linear[key]
-    if safe_gate and "linear_lower_bound" in level and level["linear_lower_bound"] is None:
-        level["linear_lower_bound"] = fields.TEXT_FIELDS["linear_lower_bound"].default
-    return level
-
-
 def _check_arithmetic(values: Mapping[str, Any], given: Mapping[str, Any], source: str) -> None:
     """Refuse numbers that are fine alone and impossible together."""
 
@@ -314,16 +214,16 @@ def _check_arithmetic(values: Mapping[str, Any], given: Mapping[str, Any], sourc
 
     heads = values["num_attention_heads"]
     kv_heads = given.get("num_key_value_heads", heads)
-    if kv_heads != heads or isinstance(kv_heads, bool):
-        refuse(f"num_key_value_heads must equal num_attention_heads={heads}, got {kv_heads!r}")
+    if kv_heads != heads or type(kv_heads) is not int:
+        refuse(f"num_key_value_heads must equal num_attention_heads={heads}, got {shown(kv_heads)}")
     nope = values["qk_nope_head_dim"]
     qk = given.get("qk_head_dim", nope)
-    if qk != nope or isinstance(qk, bool):
-        refuse(f"qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {nope}, got {qk!r}")
+    if qk != nope or type(qk) is not int:
+        refuse(f"qk_head_dim must be qk_nope_head_dim + qk_rope_head_dim = {nope}, got {shown(qk)}")
     head_dim = given.get("head_dim", 0)
     # transformers forces it to the rotary width, which is 0: any number is harmless.
     if head_dim is not None and not fields.KINDS["a non-negative integer"](head_dim):
-        refuse(f"head_dim must be a non-negative integer, got {head_dim!r}")
+        refuse(f"head_dim must be a non-negative integer, got {shown(head_dim)}")
     topk, pool = values["index_topk"], values["index_kpool"]
     if topk % pool:
         refuse(f"index_topk={topk} must be a multiple of index_kpool={pool}")
@@ -342,8 +242,8 @@ def _check_arithmetic(values: Mapping[str, Any], given: Mapping[str, Any], sourc
         refuse(f"topk_group={kept} must not exceed n_group={groups}")
     if values["num_experts_per_tok"] > kept * size:
         refuse(
-            f"num_experts_per_tok={values['num_experts_per_tok']} exceeds the {kept * size} experts "
-            f"of the topk_group={kept} chosen groups"
+            f"num_experts_per_tok={values['num_experts_per_tok']} exceeds the {kept * size} "
+            f"experts of the topk_group={kept} chosen groups"
         )
 
 
@@ -357,28 +257,29 @@ def _pad_token_id(
     pad = given["pad_token_id"]
     if pad is not None and not (fields.KINDS["a non-negative integer"](pad) and pad < vocab):
         raise ConfigError(
-            f"{source}: pad_token_id must be null or a token below vocab_size={vocab}, got {pad!r}"
+            f"{source}: pad_token_id must be null or a token below vocab_size={vocab}, "
+            f"got {shown(pad)}"
         )
     return pad
 
 
-def _eos_token_ids(
-    given: Mapping[str, Any], source: str, defaulted: list[str]
-) -> tuple[int, ...]:
+def _eos_token_ids(given: Mapping[str, Any], source: str, defaulted: list[str]) -> tuple[int, ...]:
     if "eos_token_id" not in given:
         defaulted.append("eos_token_id")
         return ()
     eos = given["eos_token_id"]
     ids = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     if not all(fields.KINDS["a non-negative integer"](token) for token in ids):
-        raise ConfigError(f"{source}: eos_token_id must be a token or a list of tokens, got {eos!r}")
+        raise ConfigError(
+            f"{source}: eos_token_id must be a token or a list of tokens, got {shown(eos)}"
+        )
     return ids
 
 
 def _dtype(given: Mapping[str, Any], source: str) -> str | None:
     dtype = given.get("dtype")
     if dtype is not None and not isinstance(dtype, str):
-        raise ConfigError(f"{source}: dtype must be a name such as bfloat16, got {dtype!r}")
+        raise ConfigError(f"{source}: dtype must be a name such as bfloat16, got {shown(dtype)}")
     return dtype
 
 
@@ -386,11 +287,11 @@ def _quantization(raw: Any, source: str) -> QuantizationConfig | None:
     if raw is None:
         return None
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{source}: quantization_config must be an object, got {raw!r}")
+        raise ConfigError(f"{source}: quantization_config must be an object, got {shown(raw)}")
     method = raw.get("quant_method", raw.get("quant_algo"))
     if not isinstance(method, str):
         raise ConfigError(
-            f"{source}: quantization_config.quant_method must name a method, got {method!r}"
+            f"{source}: quantization_config.quant_method must name a method, got {shown(method)}"
         )
     block = raw.get("weight_block_size")
     if block is None:
@@ -399,7 +300,7 @@ def _quantization(raw: Any, source: str) -> QuantizationConfig | None:
     if not isinstance(block, list | tuple) or len(block) != 2 or not all(map(positive, block)):
         raise ConfigError(
             f"{source}: quantization_config.weight_block_size must be two positive integers, "
-            f"got {block!r}"
+            f"got {shown(block)}"
         )
     return QuantizationConfig(method, (block[0], block[1]))
 
@@ -407,14 +308,15 @@ def _quantization(raw: Any, source: str) -> QuantizationConfig | None:
 def _vision(raw: Any, source: str, defaulted: list[str]) -> VisionConfig:
     prefix = "vision_config."
     if not isinstance(raw, Mapping):
-        raise ConfigError(f"{source}: vision_config must be an object, got {raw!r}")
+        raise ConfigError(f"{source}: vision_config must be an object, got {shown(raw)}")
     given = fields.resolve_aliases(raw, fields.VISION_ALIASES, source)
     known = fields.VISION_IGNORED | fields.VISION_FIELDS.keys() | fields.VISION_ONLY.keys()
     fields.refuse_unknown(given, known, source, prefix)
     fields.demand(given, fields.VISION_ONLY, source, prefix)
     for name in ("patch_size", "temporal_patch_size"):
         # transformers also allows one number per axis; the tower's kernel is square.
-        if isinstance(size := given.get(name), list | tuple) and len(set(size)) == 1:
+        size = given.get(name)
+        if isinstance(size, list | tuple) and size and all(n == size[0] for n in size):
             given[name] = size[0]
     values, absent = fields.read_fields(given, fields.VISION_FIELDS, source, prefix)
     if values["hidden_size"] % values["num_heads"]:

@@ -6,7 +6,7 @@ which transformers does not have at all says so beside its default.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,22 @@ from typing import Any
 from .errors import ConfigError
 
 
+def shown(value: Any) -> str:
+    """Write a value for a one-line message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and abs(value) <= sys.float_info.max  # false for NaN
+    )
 
 
 KINDS: dict[str, Callable[[Any], bool]] = {
@@ -33,7 +43,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """One value that `ModelConfig` or `VisionConfig` reads: its kind (a key of `KINDS`), default."""
+    """A value that `ModelConfig` or `VisionConfig` reads: its kind (a key of `KINDS`), default."""
 
     kind: str
     default: int | float | bool | None
@@ -103,7 +113,7 @@ VISION_FIELDS: dict[str, Field] = {
     "projection_intermediate_size": _dim(10240),
 }
 
-# Second names that transformers gives the same field (its attribute_map, its old spelling of dtype).
+# Second names that transformers gives the same field: its attribute_map, its old dtype.
 TEXT_ALIASES = {"num_local_experts": "n_routed_experts", "torch_dtype": "dtype"}
 VISION_ALIASES = {"num_attention_heads": "num_heads", "num_hidden_layers": "depth"}
 
@@ -271,8 +281,8 @@ def resolve_aliases(
             continue
         if fields.get(name) is not None and fields[name] != value:
             raise ConfigError(
-                f"{source}: {alias}={value!r} and {name}={fields[name]!r} name the same thing and "
-                f"differ; keep one of them"
+                f"{source}: {alias}={shown(value)} and {name}={shown(fields[name])} name the same "
+                f"thing and differ; keep one of them"
             )
         fields[name] = value
     return fields
@@ -291,9 +301,10 @@ def read_fields(
             continue
         value = given[name]
         if not KINDS[field.kind](value):
-            raise ConfigError(f"{source}: {prefix}{name} must be {field.kind}, got {value!r}")
+            raise ConfigError(f"{source}: {prefix}{name} must be {field.kind}, got {shown(value)}")
         # 10 and 10.0 must give the same config, bit for bit.
-        values[name] = float(value) if isinstance(field.default, float) and value is not None else value
+        number = isinstance(field.default, float) and value is not None
+        values[name] = float(value) if number else value
     return values, defaulted
 
 
@@ -307,7 +318,7 @@ def demand(
         value = given[name]
         if type(value) is not type(only.value) or value != only.value:
             raise ConfigError(
-                f"{source}: {prefix}{name} must be {only.value!r}, got {value!r}: {only.why}; "
+                f"{source}: {prefix}{name} must be {only.value!r}, got {shown(value)}: {only.why}; "
                 f"such a model is not of this family"
             )
 
@@ -319,6 +330,6 @@ def refuse_unknown(
     for name in given:
         if name not in known:
             raise ConfigError(
-                f"{source}: unknown field {prefix}{name}={given[name]!r}, which could change the "
-                f"arithmetic; remove it if it does not"
+                f"{source}: unknown field {prefix}{name}={shown(given[name])}, which could change "
+                f"the arithmetic; remove it if it does not"
             )

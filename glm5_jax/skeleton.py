@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .config import ModelConfig
+from .config_layers import Indexer, Mixer, Mlp
 from .errors import ConfigError
 
 
@@ -22,11 +23,11 @@ class SkeletonLayer:
     """
 
     index: int
-    mixer: Literal["kda", "dsa"]
-    mlp: Literal["dense", "moe"]
+    mixer: Mixer
+    mlp: Mlp
     hyper_connection: bool
     is_mtp: bool
-    indexer: Literal["full", "shared"] | None
+    indexer: Indexer | None
 
     def __post_init__(self) -> None:
         """Refuse a combination that no layer of the family has."""
