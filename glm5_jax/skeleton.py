@@ -113,10 +113,12 @@ class Skeleton:
             for layer in every
         )
 
+    @property
     def kda_state_layers(self) -> tuple[int, ...]:
         """Indices of the layers that carry a recurrent state."""
         return tuple(entry.layer for entry in self.state_plan() if entry.kind == "recurrent")
 
+    @property
     def kv_cache_layers(self) -> tuple[int, ...]:
         """Indices of the layers that cache keys per token, the MTP layer's included."""
         return tuple(entry.layer for entry in self.state_plan() if entry.kind == "sparse_kv")

@@ -1,0 +1,160 @@
+"""Feed-forward layers: the clamped SwiGLU, the router, and the mixture of experts."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from glm5_jax.config import ModelConfig
+from glm5_jax.nn.experts import apply_experts
+from glm5_jax.nn.linear import linear, linear_wide
+from glm5_jax.nn.params import Params
+from glm5_jax.nn.types import Activations, Record, scoped, wide
+
+
+def clamped_swiglu(
+    gate: Float[Array, "*b I"], up: Float[Array, "*b I"], limit: float
+) -> Float[Array, "*b I"]:
+    """`silu(min(gate, limit)) * clip(up, -limit, limit)`: the gate is clamped above only."""
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+class SwiGLU(nnx.Module):
+    """The dense MLP, also the shared expert: `down(clamped_swiglu(gate x, up x))`."""
+
+    def __init__(self, config: ModelConfig, params: Params):
+        self.limit = config.swiglu_limit
+        self.gate_proj = params("gate_proj")
+        self.up_proj = params("up_proj")
+        self.down_proj = params("down_proj")
+
+    def __call__(self, x: Activations, record: Record | None = None) -> Activations:
+        """`[B, T, X]` to `[B, T, X]`; no trace sites inside."""
+        gate, up = linear(x, self.gate_proj[...]), linear(x, self.up_proj[...])
+        return linear(clamped_swiglu(gate, up, self.limit), self.down_proj[...])
+
+
+class Routing(NamedTuple):
+    """The experts of each token and their weights, in the order of their biased scores."""
+
+    experts: Int[Array, "B T k"]
+    weights: Float[Array, "B T k"]
+
+
+def choose_experts(
+    biased: Float[Array, "*b E"], top_k: int, groups: int, top_groups: int
+) -> Int[Array, "*b k"]:
+    """The `top_k` experts by biased score, from the `top_groups` best of `groups` equal groups.
+
+    A group scores the sum of its two best experts. Ties go to the lower index.
+    """
+    if groups > 1:
+        grouped = biased.reshape(*biased.shape[:-1], groups, -1)
+        group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+        kept = jax.lax.top_k(group_scores, top_groups)[1]
+        is_kept = jnp.any(kept[..., None] == jnp.arange(groups), axis=-2)
+        biased = jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(biased.shape)
+    return jax.lax.top_k(biased, top_k)[1]
+
+
+def route(
+    logits: Float[Array, "*b E"],
+    bias: Float[Array, " E"],
+    *,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    normalize: bool,
+    scaling: float,
+) -> Routing:
+    """Choose by `sigmoid(logits) + bias`, weigh by `sigmoid(logits)` alone, in float32.
+
+    The bias decides and never weighs. With `normalize`, the weights of a token are divided by
+    their sum (+ 1e-20); then all are multiplied by `scaling`.
+    """
+    scores = jax.nn.sigmoid(logits)
+    experts = choose_experts(scores + bias.astype(scores.dtype), top_k, groups, top_groups)
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if normalize:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return Routing(experts, weights * scaling)
+
+
+class Router(nnx.Module):
+    """The router: float32 logits in every model dtype, and a float32 correction bias."""
+
+    def __init__(self, config: ModelConfig, params: Params):
+        self.top_k = config.num_experts_per_tok
+        self.groups = config.n_group
+        self.top_groups = config.topk_group
+        self.normalize = config.norm_topk_prob
+        self.scaling = config.routed_scaling_factor
+        self.weight = params("weight")
+        self.bias = params("bias")
+
+    def __call__(self, x: Activations, record: Record | None = None) -> Routing:
+        """Experts and weights of each token; sites `logits`, `experts`, `weights`."""
+        logits = linear_wide(x, self.weight[...])
+        routing = route(
+            logits,
+            self.bias[...],
+            top_k=self.top_k,
+            groups=self.groups,
+            top_groups=self.top_groups,
+            normalize=self.normalize,
+            scaling=self.scaling,
+        )
+        if record is not None:
+            record("logits", logits)
+            record("experts", routing.experts)
+            record("weights", routing.weights)
+        return routing
+
+
+class Experts(nnx.Module):
+    """Stacked expert weights: gate and up `[E, I, X]`, down `[E, X, I]`."""
+
+    def __init__(self, config: ModelConfig, params: Params):
+        self.limit = config.swiglu_limit
+        self.gate_proj = params("gate_proj")
+        self.up_proj = params("up_proj")
+        self.down_proj = params("down_proj")
+
+    def __call__(self, x: Activations, routing: Routing) -> Activations:
+        """The weighted sum of each token's experts; only chosen experts are computed."""
+
+        def expert(index: Int[Array, ""], rows: Float[Array, "n X"]) -> Float[Array, "n X"]:
+            gate = linear(rows, self.gate_proj[index])
+            up = linear(rows, self.up_proj[index])
+            return linear(clamped_swiglu(gate, up, self.limit), self.down_proj[index])
+
+        tokens = x.reshape(-1, x.shape[-1])
+        experts = routing.experts.reshape(tokens.shape[0], -1)
+        outputs = apply_experts(expert, tokens, experts, self.gate_proj.shape[0])
+        weights = routing.weights.reshape(*experts.shape, 1)
+        # One float32 sum in the order of the routing, so a token's result depends on nothing else.
+        return (
+            jnp.sum(outputs.astype(wide(x.dtype)) * weights, axis=1)
+            .astype(x.dtype)
+            .reshape(x.shape)
+        )
+
+
+class MoE(nnx.Module):
+    """Routed experts plus the shared expert."""
+
+    def __init__(self, config: ModelConfig, params: Params):
+        self.router = Router(config, params.at("router"))
+        self.experts = Experts(config, params.at("experts"))
+        self.shared = SwiGLU(config, params.at("shared"))
+
+    def __call__(self, x: Activations, record: Record | None = None) -> Activations:
+        """`[B, T, X]` to `[B, T, X]`; sites `router.*`, `experts`, `shared`."""
+        routing = self.router(x, scoped(record, "router"))
+        routed, shared = self.experts(x, routing), self.shared(x)
+        if record is not None:
+            record("experts", routed)
+            record("shared", shared)
+        return routed + shared

@@ -1,0 +1,37 @@
+"""Array types of the model, in the dimension letters used throughout.
+
+B batch, T query tokens, S cached tokens, X hidden, H and D KDA heads and their dim, K conv taps,
+A attention heads, N nope (query/key) dim, V value dim, R latent (kv_lora) rank, Rq query rank,
+HI and DI index heads and their dim, P tokens a pool, W selected tokens, M streams, E experts,
+I expert width.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+Activations: TypeAlias = Float[Array, "B T X"]
+Streams: TypeAlias = Float[Array, "B T M X"]
+Mask: TypeAlias = Bool[Array, "B T"]
+Tokens: TypeAlias = Int[Array, "B T"]
+Selection: TypeAlias = Int[Array, "B T W"]
+Logits: TypeAlias = Float[Array, "B T Vo"]
+
+Record: TypeAlias = Callable[[str, jax.Array], None]
+"""Called with the name and the value of every trace site; None where nothing is traced."""
+
+
+def wide(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype of the float32 islands: float32, and float64 for a float64 model."""
+    return jnp.promote_types(jnp.float32, dtype)
+
+
+def scoped(record: Record | None, scope: str) -> Record | None:
+    """`record` with `scope.` in front of every name."""
+    if record is None:
+        return None
+    return lambda name, value: record(f"{scope}.{name}", value)
