@@ -70,6 +70,7 @@ __all__ = [
     "leaves",
     "native_shape",
     "outside_tensors",
+    "stored_rows",
     "stored_tensors",
     "structural_tensors",
     "tensors_of_layer",
@@ -207,6 +208,14 @@ def tensors_of_layer(
     """Every stored tensor of one layer with its shape, in one naming."""
     part: Part = "mtp" if layer.is_mtp else "text"
     return _stored(layer_tensors(layer), config.dims, naming, part, layer.index)
+
+
+def stored_rows(
+    rows: tuple[TensorSpec, ...], config: ModelConfig, layer: SkeletonLayer
+) -> Iterator[StoredSpec]:
+    """Some rows of a layer as stored under released names, whether or not the layer owns them."""
+    part: Part = "mtp" if layer.is_mtp else "text"
+    return _stored(rows, config.dims, "released", part, layer.index)
 
 
 def vision_tensors(config: ModelConfig) -> Iterator[StoredSpec]:

@@ -72,10 +72,15 @@ def unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return decoded
 
 
+def _no_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not JSON")
+
+
 def decode_json(raw: bytes) -> Any:
     """Strict UTF-8 JSON; ValueError says what is wrong with it."""
     try:
-        decoded = json.loads(raw.decode("utf-8"), object_pairs_hook=unique_object)
+        text = raw.decode("utf-8")
+        decoded = json.loads(text, object_pairs_hook=unique_object, parse_constant=_no_constant)
     except DuplicateKey:
         raise
     except UnicodeDecodeError as error:

@@ -199,4 +199,6 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
             refuse(f"weight_map: {file!r} leads out of the directory")
     metadata = decoded.get("metadata")
     declared = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return weight_map, int(declared) if isinstance(declared, int | float) else None
+    if isinstance(declared, float) and declared.is_integer():
+        declared = int(declared)
+    return weight_map, declared if type(declared) is int else None
