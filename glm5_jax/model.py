@@ -18,7 +18,7 @@ from glm5_jax.nn.dsa import DSA
 from glm5_jax.nn.ffn import MoE, SwiGLU
 from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.linear import full_precision
-from glm5_jax.nn.mhc import HyperConnection, collapse, expand
+from glm5_jax.nn.mhc import HyperConnection, collapse, expand, mean_streams
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import (
@@ -205,7 +205,7 @@ def _read_out(
 ) -> tuple[Logits, _Sites]:
     sites = _Sites()
     record = sites.__setitem__ if traced else None
-    x = jnp.mean(streams, axis=2)
+    x = mean_streams(streams)
     _note(record, "final.mean", x)
     x = rms_norm(x, norm, eps)
     _note(record, "final.norm", x)

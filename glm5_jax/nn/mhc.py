@@ -78,7 +78,13 @@ def coefficients(
 
 def collapse(streams: Streams, pre: Float[Array, "B T M"]) -> Activations:
     """`Σ_m pre[m] · streams[m]`, summed in float32 and cast once: the sublayer's input."""
-    return jnp.sum(pre[..., None] * streams, axis=-2).astype(streams.dtype)
+    return _sum_streams(pre[..., None] * streams).astype(streams.dtype)
+
+
+def mean_streams(streams: Streams) -> Activations:
+    """The plain mean of the streams, in float32 and cast once: what the final norm sees."""
+    total = _sum_streams(streams.astype(wide(streams.dtype)))
+    return (total / streams.shape[-2]).astype(streams.dtype)
 
 
 def expand(
@@ -93,12 +99,15 @@ def expand(
     """
     dtype = streams.dtype
     post, comb = post.astype(dtype), comb.astype(dtype)
-    # A sum of M scaled streams, not a batched M×M product: M is 4, and this fuses into one pass.
-    mixed = sum(
-        comb[..., i, :, None].astype(wide(dtype)) * streams[..., i, None, :]
-        for i in range(streams.shape[-2])
-    )
+    mixed = _sum_streams(comb[..., None].astype(wide(dtype)) * streams[..., :, None, :], axis=-3)
     return post[..., None] * y[..., None, :] + mixed.astype(dtype)
+
+
+def _sum_streams(terms: Float[Array, "B T M *_"], axis: int = -2) -> Float[Array, "B T *_"]:
+    """The sum over M few terms, unrolled: XLA's CPU reduction over a middle axis is slow."""
+    return sum(
+        jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])
+    )
 
 
 class HyperConnection(nnx.Module):

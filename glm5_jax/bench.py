@@ -1,0 +1,161 @@
+"""Timings beside a named peer, taken in one run on the same machine, weights, inputs and dtype.
+
+Every bench returns `Timing`s; the command prints both numbers and the ratio, and fails when a
+ratio is under its goal. Nothing here is asserted in tests: times belong to a machine.
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
+from glm5_jax.config import load_config
+from glm5_jax.model import TextModel, load
+
+_ORACLE = "transformers on the same CPU"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of ours and of a peer for the same work, and the ratio that is to be reached."""
+
+    what: str
+    ours: float
+    peer: float
+    peer_name: str
+    goal: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as long the peer takes."""
+        return self.peer / self.ours
+
+    @property
+    def reached(self) -> bool:
+        """Whether the ratio is at least its goal."""
+        return self.ratio >= self.goal
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: ours {_seconds(self.ours)}, {self.peer_name} {_seconds(self.peer)}: "
+            f"{self.ratio:.2f}x (goal {self.goal:g}x, {'reached' if self.reached else 'MISSED'})"
+        )
+
+
+def bench_forward(repeats: int = 5, tokens: int = 1024) -> list[Timing]:
+    """A float32 forward pass of configs/bench.json, batch 1: jitted ours, the oracle's eager."""
+    from glm5_jax.numerics.oracle import oracle_logits, oracle_model
+
+    config = load_config(packaged_config("bench"))
+    batch = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens))
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_tiny(Path(directory) / "bench", packaged_config("bench"), dtype="float32")
+        model = load(path, dtype="float32")
+        oracle = oracle_model(path, "float32")
+        forward = jax.jit(TextModel.__call__)
+        ours, peer = _alternate(
+            lambda: forward(model, batch), lambda: oracle_logits(oracle, batch), repeats
+        )
+    return [Timing(f"forward, bench.json, 1×{tokens} float32", ours, peer, _ORACLE, 15)]
+
+
+def bench_kda(repeats: int = 5, tokens: int = 1024, heads: int = 8, dim: int = 128) -> list[Timing]:
+    """The chunked KDA operation alone, float32: ours against the oracle's own chunked form."""
+    import torch
+
+    from glm5_jax.numerics.oracle import oracle_module
+    from pallas_kernels.kda import chunk_kda
+
+    rng = np.random.default_rng(0)
+    shape = (1, tokens, heads, dim)
+    q, k, v = (rng.standard_normal(shape, np.float32) for _ in range(3))
+    g = -5 * rng.random(shape, np.float32)
+    beta = rng.random(shape[:3], np.float32)
+    arrays = [jax.device_put(x) for x in (q, k, v, g, beta)]
+    tensors = [torch.from_numpy(x) for x in (q, k, v, g, beta)]
+    chunked = jax.jit(chunk_kda)
+    peer_chunked = oracle_module().chunk_kimi_delta_attention
+
+    def run_peer() -> Any:
+        with torch.no_grad():
+            return peer_chunked(*tensors, use_qk_l2norm_in_kernel=True)
+
+    ours, peer = _alternate(lambda: chunked(*arrays), run_peer, repeats)
+    what = f"KDA, 1×{tokens}, {heads} heads of {dim}, float32"
+    return [Timing(what, ours, peer, _ORACLE, 30)]
+
+
+def bench_compile(repeats: int = 1) -> list[Timing]:
+    """First calls at 45 layers and at 9 (tiny widths): layer by layer, and under one `jax.jit`.
+
+    Layer by layer there is one compilation per kind of layer, so the first call should hardly
+    grow; under one `jax.jit` XLA compiles every layer anew.
+    """
+    raw = json.loads(packaged_config("tiny").read_text())
+    tokens = np.arange(32).reshape(1, 32)
+
+    def first_call(layers: int, jitted: bool) -> float:
+        pattern = ["linear_attention"] * 3 + ["deepseek_sparse_attention"]
+        text = raw["text_config"] | {
+            "num_hidden_layers": layers,
+            "layer_types": [pattern[i % 4] for i in range(layers)],
+            "mlp_layer_types": ["dense"] * 3 + ["sparse"] * (layers - 3),
+            "indexer_types": ["full"] * layers,
+            "num_nextn_predict_layers": 0,
+            "linear_attn_config": {
+                name: value
+                for name, value in raw["text_config"]["linear_attn_config"].items()
+                if not name.endswith("_layers")
+            },
+        }
+        with tempfile.TemporaryDirectory() as directory:
+            path = make_tiny(Path(directory) / "tiny", raw | {"text_config": text})
+            model = load(path)
+        forward = jax.jit(TextModel.__call__) if jitted else TextModel.__call__
+        jax.clear_caches()
+        start = time.perf_counter()
+        jax.block_until_ready(forward(model, tokens))
+        return time.perf_counter() - start
+
+    timings = []
+    for what, jitted, goal in (
+        ("first call layer by layer", False, 0.5),
+        ("first call under one jit", True, 0.0),
+    ):
+        nine, all_layers = (
+            statistics.median(first_call(layers, jitted) for _ in range(repeats))
+            for layers in (9, 45)
+        )
+        timings.append(Timing(f"{what}, 45 layers", all_layers, nine, "the same at 9 layers", goal))
+    return timings
+
+
+BENCHES: dict[str, Callable[..., list[Timing]]] = {
+    "forward": bench_forward,
+    "kda": bench_kda,
+    "compile": bench_compile,
+}
+
+
+def _alternate(ours: Callable[[], Any], peer: Callable[[], Any], repeats: int) -> tuple[float, ...]:
+    """Median seconds of both, called in turn after one warm-up call each."""
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for turn in range(repeats + 1):
+        for call, times in zip((ours, peer), seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            if turn:
+                times.append(time.perf_counter() - start)
+    return tuple(statistics.median(times) for times in seconds)
+
+
+def _seconds(value: float) -> str:
+    return f"{value * 1e3:.1f} ms" if value < 1 else f"{value:.2f} s"
