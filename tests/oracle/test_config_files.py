@@ -71,7 +71,7 @@ def test_defaults_are_those_of_transformers():
     "text",
     [
         {"index_topk_freq": 4, "index_skip_topk_offset": 4},
-        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 4},
         {"index_topk_pattern": "FSSF" * 11 + "F", "index_topk_freq": 4},
         {"linear_attn_config": {"gate_lower_bound": None}},
         {"linear_attn_config": {"gate_lower_bound": None, "safe_gate": False}},
