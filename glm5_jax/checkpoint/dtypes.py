@@ -1,0 +1,41 @@
+"""Which dtype a leaf gets when a checkpoint is converted or loaded in a dtype asked for by name."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import CheckpointError
+from ..specs import Leaf
+
+Dtype = Literal["stored", "bfloat16", "float32", "float64"]
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_FLOATS = (_BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise CheckpointError unless `dtype` is one that a checkpoint can be asked for in."""
+    if dtype not in get_args(Dtype):
+        raise CheckpointError(f"dtype: expected one of {', '.join(get_args(Dtype))}, got {dtype!r}")
+
+
+def leaf_dtype(leaf: Leaf, stored: np.dtype, dtype: str) -> np.dtype:
+    """The dtype of a leaf that is stored as `stored` when the model is asked for in `dtype`.
+
+    ``stored`` changes nothing; ``float32`` and ``float64`` are every leaf's. ``bfloat16`` is not
+    for the leaves that must be float32 (decay, correction bias, hyper-connection base and scale:
+    rounded, they change which experts are chosen), nor for those that are computed in float32
+    whatever the model dtype (router and conv weights), which stay as they are stored.
+    """
+    if stored not in _FLOATS:
+        raise CheckpointError(f"{leaf.path}: expected a bfloat16 or float32 leaf, got {stored}")
+    if dtype == "stored":
+        return stored
+    if dtype != "bfloat16":
+        return np.dtype(dtype)
+    if leaf.dtype == "F32":
+        return np.dtype(np.float32)
+    return stored if leaf.keep_stored else _BFLOAT16

@@ -1,0 +1,69 @@
+"""`files.jsonl`: every file of a converted directory with its size, and the hash of the small ones.
+
+The arrays' bytes are hashed leaf by leaf in the ledger. This list covers what no leaf does: Orbax's
+own metadata, config.json and the ledger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+MANIFEST = "files.jsonl"
+HASHED_UP_TO = 16 * 2**20
+
+
+def write_manifest(directory: Path) -> None:
+    """List the files under a directory in its `files.jsonl`."""
+    lines = []
+    for name in _files(directory):
+        size = os.path.getsize(directory / name)
+        digest = _digest(directory / name) if size <= HASHED_UP_TO else None
+        lines.append(json.dumps({"file": name, "size": size, "sha256": digest}) + "\n")
+    with open(directory / MANIFEST, "w", encoding="utf-8") as file:
+        file.writelines(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_manifest(directory: Path, quick: bool) -> Iterator[str]:
+    """One line for each file that is missing, unlisted, of another size, or altered.
+
+    With `quick` nothing is hashed. Files beside Orbax's own are the user's to add.
+    """
+    listed = {}
+    try:
+        for text in (directory / MANIFEST).read_bytes().splitlines():
+            entry = json.loads(text)
+            listed[entry["file"]] = (entry["size"], entry["sha256"])
+    except OSError as error:
+        yield f"{MANIFEST}: cannot be read: {error.strerror or error}"
+        return
+    except (KeyError, TypeError, ValueError):
+        yield f"{MANIFEST}: line {len(listed) + 1} is damaged"
+        return
+    present = set(_files(directory))
+    for name, (size, digest) in listed.items():
+        if name not in present:
+            yield f"{name}: the file is missing"
+        elif (now := os.path.getsize(directory / name)) != size:
+            yield f"{name}: has {now} bytes, {size} were written"
+        elif not quick and digest is not None and _digest(directory / name) != digest:
+            yield f"{name}: its bytes are not those that were written"
+    for name in sorted(present - listed.keys()):
+        if "/" in name:
+            yield f"{name}: not a file that the conversion wrote"
+
+
+def _files(directory: Path) -> list[str]:
+    found = (path for path in directory.rglob("*") if path.is_file())
+    names = (path.relative_to(directory).as_posix() for path in found)
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

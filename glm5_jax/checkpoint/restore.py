@@ -1,0 +1,119 @@
+"""Parameters of the model out of a directory: Orbax or safetensors, bit for bit the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from ..config import ModelConfig, load_config
+from ..errors import CheckpointError
+from ..specs import Leaf, leaves
+from .bind import bind, read_leaf
+from .dtypes import check_dtype, leaf_dtype
+from .orbax import StoredLeaf, is_orbax, load_arrays, stored_leaves
+from .reader import INDEX, open_checkpoint
+
+
+def load_leaves(
+    path: str | Path, dtype: str = "stored", mtp: bool = False
+) -> tuple[ModelConfig, dict[str, np.ndarray]]:
+    """The config and every leaf of the parameter tree by dotted path, layers in numeric order.
+
+    path: an Orbax directory of `convert`, or a safetensors directory (or file) directly.
+    dtype: ``stored``, ``bfloat16``, ``float32`` or ``float64``; see `dtypes.leaf_dtype` for what
+    stays float32. mtp: also the MTP layer, under ``mtp.``.
+
+    Raises CheckpointError, one line, if the directory is neither, unfinished or damaged, if a leaf
+    is missing or of another shape, or if the MTP layer is asked for and not there.
+    """
+    check_dtype(dtype)
+    if dtype == "float64":
+        _require_x64()
+    path = Path(path)
+    if is_orbax(path):
+        config, found = _from_orbax(path.resolve(), dtype, mtp)
+    elif path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors")):
+        config, found = _from_safetensors(path, dtype, mtp)
+    else:
+        raise CheckpointError(
+            f"{path}: neither an Orbax directory of `convert` nor a directory of .safetensors files"
+        )
+    return config, dict(found)
+
+
+def _require_x64() -> None:
+    import jax
+
+    if not jax.config.jax_enable_x64:
+        raise CheckpointError(
+            'dtype float64 needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True) '
+            "before any array is made, or JAX_ENABLE_X64=1 in the environment"
+        )
+
+
+Leaves = Iterator[tuple[str, np.ndarray]]
+
+
+def _from_safetensors(path: Path, dtype: str, mtp: bool) -> tuple[ModelConfig, Leaves]:
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    bound = bind(checkpoint, config, mtp=mtp)
+    if mtp and not any(name.startswith("mtp.") for name in bound):
+        raise _no_mtp(path)
+
+    def read() -> Leaves:
+        for name, source in bound.items():
+            target = leaf_dtype(source.leaf, source.dtype, dtype)
+            yield name, read_leaf(checkpoint, source).astype(target, copy=False)
+
+    return config, read()
+
+
+def _from_orbax(directory: Path, dtype: str, mtp: bool) -> tuple[ModelConfig, Leaves]:
+    config = load_config(directory)
+    stored = stored_leaves(directory)
+    if mtp and not any(name.startswith("mtp.") for name in stored):
+        raise _no_mtp(directory)
+    # What is stored decides whether there is an MTP layer; a config may be silent about it.
+    expected = leaves(replace(config, num_nextn_predict_layers=1), mtp=mtp)
+    _check_tree(directory, expected, stored)
+
+    def read() -> Leaves:
+        # A layer at a time: where it is cast, no more than a layer is held twice.
+        for _, group in groupby(expected.items(), key=lambda item: _unit(item[0])):
+            members = dict(group)
+            arrays = load_arrays(directory, {name: stored[name] for name in members})
+            for name, leaf in members.items():
+                array = arrays.pop(name)
+                yield name, array.astype(leaf_dtype(leaf, array.dtype, dtype), copy=False)
+
+    return config, read()
+
+
+def _unit(path: str) -> str:
+    return path if not path.startswith("layers.") else ".".join(path.split(".", 2)[:2])
+
+
+def _check_tree(directory: Path, expected: dict[str, Leaf], stored: dict[str, StoredLeaf]) -> None:
+    missing = [path for path in expected if path not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{directory}: {len(missing)} of {len(expected)} leaves are not there, the first is "
+            f"{missing[0]}; was only a part converted (--layers)?"
+        )
+    for path, leaf in expected.items():
+        if stored[path].shape != leaf.shape:
+            raise CheckpointError(
+                f"{directory}: {path}: config.json makes it {list(leaf.shape)}, "
+                f"the checkpoint has {list(stored[path].shape)}"
+            )
+
+
+def _no_mtp(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: the MTP layer was asked for and is not in this checkpoint; load with mtp=False"
+    )
