@@ -34,22 +34,17 @@ def discrete_gaps(
 ) -> dict[str, Gap]:
     """The nearest miss of every discrete choice in `oracle_sites`, over real tokens.
 
-    Keys are the sites that chose: `layers.{i}.attn.dsa.indexer` (the cut among candidate pools),
-    `layers.{i}.ffn.moe.router` (experts) and `layers.{i}.ffn.moe.router.groups`.
+    Keys are the sites that chose: `layers.{i}.attn.selection` (the cut among candidate pools),
+    `layers.{i}.ffn.router.experts` and `layers.{i}.ffn.router.groups`.
     """
     gaps: dict[str, Gap] = {}
     for name, scores in sites.items():
-        if name.endswith(".indexer.scores"):
-            site, valid = name.removesuffix(".scores"), scores > np.finfo(scores.dtype).min
-        elif name.endswith(".router.biased"):
-            site, valid = name.removesuffix(".biased"), np.isfinite(scores)
-        elif name.endswith(".router.groups"):
-            site, valid = name, np.isfinite(scores)
-        else:
-            continue
-        if mask is not None:
-            valid = valid & np.asarray(mask, bool)[..., None]
-        gaps[site] = cut_gap(scores, valid, int(sites[f"{site}.k"]))
+        if name.endswith(".scores"):
+            valid = scores > np.finfo(scores.dtype).min
+            if mask is not None:
+                valid = valid & np.asarray(mask, bool)[..., None]
+            site = name.removesuffix(".scores")
+            gaps[site] = cut_gap(scores, valid, int(sites[f"{site}.k"]))
     return gaps
 
 

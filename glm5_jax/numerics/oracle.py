@@ -156,18 +156,20 @@ def oracle_logits(model: Oracle, tokens: np.ndarray, mask: np.ndarray | None = N
 def oracle_sites(
     model: Oracle, tokens: np.ndarray, mask: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """Every intermediate array of one forward pass, by the names of our residual plan.
+    """Every intermediate array of one forward pass, by the names of our own trace.
 
-    `embed` [B,T,X]; for each layer `layers.{i}.in` [B,T,M,X] and
+    `embedding` [B,T,X]; for each layer `layers.{i}.in` [B,T,M,X] and
     `layers.{i}.{attn,ffn}.{collapse,post,comb,norm,expand}`, `layers.{i}.attn.{kda,dsa}`,
     `layers.{i}.ffn.{dense,moe}`; `final.mean`, `final.norm`, `final.head`.
 
-    Inside them: `attn.kda.{decay,beta,core}` (core is the recurrence's output, before `o_norm`),
-    `attn.dsa.{query,latent,heads}`, `attn.dsa.indexer` (the chosen token indices, -1 unused) with
-    `.scores` [B,T,pools] (the dtype's minimum where a pool is no candidate) and the width `.k`;
-    `ffn.moe.router.{logits,weights,indices}` [B,T,...] with `.biased` (the scores chosen from, -inf
-    outside the chosen groups) and `.k`, `.groups` and `.groups.k`; `ffn.moe.experts` (the routed
-    sum) and `ffn.moe.shared`.
+    Inside KDA: `attn.g`, `attn.beta`, `attn.o` (the recurrence's output, before `o_norm`). Inside
+    DSA: `attn.latent`, `attn.selection` (token positions, -1 unused), `attn.o` (per head, before
+    `o_proj`). Inside MoE: `ffn.router.{logits,weights,experts}` [B,T,...], `ffn.experts` (the
+    routed sum), `ffn.shared`.
+
+    Each discrete choice has the scores it chose from and how many it chose, as `.scores` and `.k`
+    of `attn.selection` (one score per pool), `ffn.router.experts` and `ffn.router.groups`. What was
+    no candidate scores -inf or the dtype's minimum.
     """
     from glm5_jax.numerics.oracle_sites import recording
 

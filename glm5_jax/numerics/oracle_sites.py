@@ -57,7 +57,7 @@ def recording(text: Any, layers: range | None = None) -> Iterator[Sites]:
         for i in layers if layers is not None else range(len(text.layers)):
             _hook_layer(text.layers[i], f"layers.{i}", sites, topk, before, after, output)
         if layers is None:
-            output(text.embed_tokens, "embed")
+            output(text.embed_tokens, "embedding")
             output(text.hc_head, "final.mean")
             output(text.norm, "final.norm")
         yield sites
@@ -71,31 +71,32 @@ def _hook_layer(
     output(layer.input_layernorm, f"{at}.attn.norm")
     attention = layer.self_attn
     if layer.block_type == "linear_attention":
-        kda = f"{at}.attn.kda"
-        output(attention, kda)
-        output(attention.forget_gate, f"{kda}.decay")
-        after(attention.b_proj, lambda _a, out: sites.update({f"{kda}.beta": out.sigmoid()}))
-        before(attention.o_norm, lambda args: sites.update({f"{kda}.core": args[0]}))
+        output(attention, f"{at}.attn.kda")
+        output(attention.forget_gate, f"{at}.attn.g")
+        after(attention.b_proj, lambda _a, out: sites.update({f"{at}.attn.beta": out.sigmoid()}))
+        before(attention.o_norm, lambda args: sites.update({f"{at}.attn.o": args[0]}))
     else:
-        dsa = f"{at}.attn.dsa"
-        output(attention, dsa)
-        output(attention.q_a_layernorm, f"{dsa}.query")
-        output(attention.kv_a_layernorm, f"{dsa}.latent")
-        before(attention.o_proj, lambda args: sites.update({f"{dsa}.heads": args[0]}))
+        output(attention, f"{at}.attn.dsa")
+        output(attention.kv_a_layernorm, f"{at}.attn.latent")
+        heads = (attention.num_heads, attention.v_head_dim)
+        before(
+            attention.o_proj,
+            lambda args: sites.update({f"{at}.attn.o": args[0].unflatten(-1, heads)}),
+        )
         if attention.indexer is not None:
-            _hook_indexer(attention.indexer, f"{dsa}.indexer", sites, topk, before, after)
+            _hook_indexer(attention.indexer, f"{at}.attn.selection", sites, topk, before, after)
     before(layer.ffn_hc, lambda args: sites.update({f"{at}.attn.expand": args[0]}))
     _hook_connection(layer.ffn_hc, f"{at}.ffn", sites, after)
     output(layer.post_attention_layernorm, f"{at}.ffn.norm")
     if hasattr(layer.mlp, "experts"):
-        moe = f"{at}.ffn.moe"
-        output(layer.mlp, moe)
-        _hook_router(layer.mlp.gate, f"{moe}.router", sites, topk, before, after, f"{at}.in")
-        output(layer.mlp.shared_experts, f"{moe}.shared")
-        after(
-            layer.mlp.experts,
-            lambda _a, out: sites.update({f"{moe}.experts": _per_token(out, sites[f"{at}.in"])}),
-        )
+        output(layer.mlp, f"{at}.ffn.moe")
+        _hook_router(layer.mlp.gate, f"{at}.ffn.router", sites, topk, before, after, f"{at}.in")
+        output(layer.mlp.shared_experts, f"{at}.ffn.shared")
+
+        def routed(_args: tuple, out: torch.Tensor) -> None:
+            sites[f"{at}.ffn.experts"] = _per_token(out, sites[f"{at}.in"])
+
+        after(layer.mlp.experts, routed)
     else:
         output(layer.mlp, f"{at}.ffn.dense")
     output(layer, f"{at}.ffn.expand")
@@ -127,10 +128,11 @@ def _hook_router(
     def close(_args: tuple, out: tuple[torch.Tensor, ...]) -> None:
         # The first topk is the sum of a group's best two: no choice hangs on its order.
         (_best_two, (groups, groups_k), (biased, k)), topk.calls = topk.calls or [], None
-        values = dict(zip(("logits", "weights", "indices"), out, strict=True))
-        values.update(groups=groups, biased=biased)
+        logits, weights, experts = out
+        values = {"logits": logits, "weights": weights, "experts": experts}
+        values |= {"groups.scores": groups, "experts.scores": biased}
         sites.update({f"{at}.{n}": _per_token(v, sites[streams]) for n, v in values.items()})
-        sites.update({f"{at}.k": torch.tensor(k), f"{at}.groups.k": torch.tensor(groups_k)})
+        sites[f"{at}.groups.k"], sites[f"{at}.experts.k"] = torch.tensor(groups_k), torch.tensor(k)
 
     before(router, lambda _args: setattr(topk, "calls", []))
     after(router, close)

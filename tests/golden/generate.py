@@ -1,7 +1,8 @@
 """Writes tests/golden/parity from the transformers oracle: `python tests/golden/generate.py`.
 
 Each folder is a small random model as transformers saves it; the file of its name beside it holds
-tokens, mask, the float64 logits at real positions, and what each layer's sublayers gave and chose. Needs the `oracle` extra; tests read the files without it.
+tokens, mask, the float64 logits at real positions, and what each layer's sublayers gave and chose.
+Needs the `oracle` extra; tests read the files without it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 # Outputs of the sublayers, and every discrete choice.
-KEPT = (".kda", ".dsa", ".dense", ".moe", ".indexer", ".router.indices", ".router.weights")
+KEPT = (".kda", ".dsa", ".dense", ".moe", ".selection", ".router.experts")
 LENGTH, PADDING = 38, (0, 9)
 
 

@@ -8,8 +8,8 @@ LOWEST = np.finfo(np.float64).min
 
 def indexer_sites(scores, k):
     return {
-        "layers.3.attn.dsa.indexer.scores": np.array([scores]),
-        "layers.3.attn.dsa.indexer.k": np.array(k),
+        "layers.3.attn.selection.scores": np.array([scores]),
+        "layers.3.attn.selection.k": np.array(k),
     }
 
 
@@ -27,19 +27,19 @@ def test_choosing_all_or_nothing_is_never_close(k):
 
 def test_pool_that_is_no_candidate_refuses_nothing():
     gaps = discrete_gaps(indexer_sites([[5.0, LOWEST, LOWEST], [5.0, 4.0, LOWEST]], k=2))
-    assert gaps["layers.3.attn.dsa.indexer"] == Gap(np.inf, 5.0)
+    assert gaps["layers.3.attn.selection"] == Gap(np.inf, 5.0)
 
 
 def test_expert_outside_the_chosen_groups_refuses_nothing():
     sites = {
-        "layers.1.ffn.moe.router.biased": np.array([[[0.9, 0.8, -np.inf, -np.inf]]]),
-        "layers.1.ffn.moe.router.k": np.array(1),
-        "layers.1.ffn.moe.router.groups": np.array([[[1.7, 1.6]]]),
-        "layers.1.ffn.moe.router.groups.k": np.array(1),
+        "layers.1.ffn.router.experts.scores": np.array([[[0.9, 0.8, -np.inf, -np.inf]]]),
+        "layers.1.ffn.router.experts.k": np.array(1),
+        "layers.1.ffn.router.groups.scores": np.array([[[1.7, 1.6]]]),
+        "layers.1.ffn.router.groups.k": np.array(1),
     }
     gaps = discrete_gaps(sites)
-    assert gaps["layers.1.ffn.moe.router"].gap == pytest.approx(0.1)
-    assert gaps["layers.1.ffn.moe.router.groups"].gap == pytest.approx(0.1)
+    assert gaps["layers.1.ffn.router.experts"].gap == pytest.approx(0.1)
+    assert gaps["layers.1.ffn.router.groups"].gap == pytest.approx(0.1)
 
 
 def test_dead_pools_tie_only_at_the_cut():

@@ -146,9 +146,9 @@ def test_sites_join_up(sites, exact, batch, case):
 
 def test_recorded_scores_give_the_recorded_choice(sites, case):
     pool, topk = (case.config["text_config"][k] for k in ("index_kpool", "index_topk"))
-    scores = sites["layers.1.attn.dsa.indexer.scores"][0]
-    chosen = sites["layers.1.attn.dsa.indexer"][0]
-    assert int(sites["layers.1.attn.dsa.indexer.k"]) == topk // pool
+    scores = sites["layers.1.attn.selection.scores"][0]
+    chosen = sites["layers.1.attn.selection"][0]
+    assert int(sites["layers.1.attn.selection.k"]) == topk // pool
     for t, row in enumerate(scores):
         candidates = np.flatnonzero(row > np.finfo(row.dtype).min)
         best = candidates[np.argsort(-row[candidates])][: topk // pool]
@@ -156,17 +156,15 @@ def test_recorded_scores_give_the_recorded_choice(sites, case):
         if (t + 1) % pool:
             expected |= {t}
         assert {i for i in chosen[t].tolist() if i >= 0} == expected
-    biased, indices = (sites[f"layers.2.ffn.moe.router.{k}"] for k in ("biased", "indices"))
+    biased, indices = (sites[f"layers.2.ffn.router.{k}"] for k in ("experts.scores", "experts"))
     best = np.argsort(-biased, axis=-1)[..., : indices.shape[-1]]
     np.testing.assert_array_equal(np.sort(best), np.sort(indices))
-    assert {"layers.1.attn.dsa.indexer", "layers.2.ffn.moe.router.groups"} <= set(
-        discrete_gaps(sites)
-    )
+    assert {"layers.1.attn.selection", "layers.2.ffn.router.groups"} <= set(discrete_gaps(sites))
 
 
 def test_layer_alone_repeats_its_part_of_the_whole(exact, sites, batch):
     for i in range(4):
-        previous = sites["layers.1.attn.dsa.indexer"] if i == 2 else None
+        previous = sites["layers.1.attn.selection"] if i == 2 else None
         alone = oracle_layer(exact, i, sites[f"layers.{i}.in"], batch[1], previous)
         assert alone.keys() == {name for name in sites if name.startswith(f"layers.{i}.")}
         for name, value in alone.items():
