@@ -1,0 +1,148 @@
+"""Checkpoints for tests: true headers of any size, sparse data or given bytes."""
+
+import json
+import math
+import struct
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64, "I64": 64, "I32": 32}
+BITS |= {"F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U8": 8, "I8": 8, "BOOL": 8, "F4": 4}
+
+
+def nbytes(dtype, shape):
+    return math.prod(shape) * BITS[dtype] // 8
+
+
+def write_file(path, tensors, data=None):
+    """One safetensors file: {name: (dtype, shape)}; bytes from `data`, or a hole that reads 0."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, (dtype, shape) in tensors.items():
+        end = offset + nbytes(dtype, shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(path, "wb") as stream:
+        stream.write(struct.pack("<Q", len(raw)) + raw)
+        for name in tensors:
+            stream.write((data or {}).get(name, b""))
+        stream.truncate(8 + len(raw) + offset)
+
+
+def write_checkpoint(directory, tensors, config=None, *, shards=1, index=True, data=None):
+    """A checkpoint directory; `config` is the decoded config.json. Returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    names = list(tensors)
+    size = -(-len(names) // shards) or 1
+    weight_map = {}
+    for number in range(shards):
+        chosen = names[number * size : (number + 1) * size]
+        file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        write_file(directory / file, {name: tensors[name] for name in chosen}, data)
+        weight_map |= dict.fromkeys(chosen, file)
+    if index:
+        total = sum(nbytes(*tensors[name]) for name in names)
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(content))
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+class Facts:
+    """Tensor patterns of six layouts, as their files' headers have them."""
+
+    def __init__(self):
+        self.golden = json.loads((ROOT / "tests/golden/tensors.json").read_text())
+        self.layouts = list(self.golden["totals"])
+
+    def totals(self, layout, part="total"):
+        """(tensors, bytes)"""
+        return tuple(self.golden["totals"][layout][part])
+
+    def _indices(self, spec):
+        for part in filter(None, self.golden.get(spec, spec).split(",")):
+            low, _, high = part.partition("-")
+            yield from range(int(low), int(high or low) + 1)
+
+    def tensors(self, layout):
+        """{name: (dtype, shape)}"""
+        found = {}
+        for group in self.golden["patterns"]:
+            if layout not in group["layouts"]:
+                continue
+            for template, dtype, shape, indices in group["tensors"]:
+                for index in self._indices(indices) if indices else [None]:
+                    name = template.replace("{layer}", str(index)).replace("{block}", str(index))
+                    if "{expert}" in name:
+                        head, tail = name.split("{expert}")
+                        for expert in range(self.golden["experts"]):
+                            found[f"{head}{expert}{tail}"] = (dtype, tuple(shape))
+                    else:
+                        found[name] = (dtype, tuple(shape))
+        return found
+
+
+def read_config(name):
+    return json.loads((ROOT / "configs" / f"{name}.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def facts():
+    return Facts()
+
+
+@pytest.fixture(scope="session")
+def config_file():
+    """Decoded configs/NAME.json."""
+    return read_config
+
+
+@pytest.fixture(scope="session")
+def write():
+    return write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def write_shard():
+    return write_file
+
+
+@pytest.fixture(scope="session")
+def full_size(facts, tmp_path_factory):
+    """Layout → directory of the real geometry: true headers, data that are holes."""
+    made = {}
+    quantization = {
+        "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        "nvfp4_modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    }
+
+    def make(layout):
+        if layout not in made:
+            config = read_config("glm5_3_flash")
+            if layout in quantization:
+                config["quantization_config"] = quantization[layout]
+            shards = 1 if layout.startswith("hf") else 62
+            directory = tmp_path_factory.mktemp("full") / layout
+            made[layout] = write_checkpoint(directory, facts.tensors(layout), config, shards=shards)
+        return made[layout]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def small(config_file):
+    """Naming → {name: (dtype, shape)} of the tiny model, dtypes as released."""
+    from glm5_jax.config import parse_config
+    from glm5_jax.specs import stored_tensors
+
+    def make(naming="released", config=None, **parts):
+        parsed = parse_config(config or config_file("tiny"))
+        return {
+            spec.name: (spec.dtype, spec.shape) for spec in stored_tensors(parsed, naming, **parts)
+        }
+
+    return make
