@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
-from typing import get_args
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
 
 from .config import ModelConfig
 from .errors import ConfigError
@@ -194,3 +194,53 @@ def state_budget(config: ModelConfig, dtype: str = "bfloat16", rewind: int = 0) 
         mtp_per_token=mtp * (latent + indexer),
         kda_heads=heads,
     )
+
+
+def budget_dict(
+    config: ModelConfig, dtype: str = "bfloat16", rewind: int = 0, tokens: int = 131_072
+) -> dict[str, Any]:
+    """Both budgets as plain numbers, for JSON: `parameters` by role and part, `state` in bytes."""
+    parameters, state = parameter_budget(config), state_budget(config, dtype, rewind)
+    return {
+        "parameters": {
+            "total": asdict(parameters.total),
+            "by_part": {part: asdict(count) for part, count in parameters.by_part().items()},
+            "by_role": {role: asdict(count) for role, count in parameters.by_role().items()},
+        },
+        "state": {
+            "dtype": dtype,
+            "rewind": rewind,
+            "tokens": tokens,
+            **asdict(state),
+            "fixed": state.fixed(),
+            "per_token": state.per_token(),
+            "for_sequence": state.for_sequence(tokens),
+        },
+    }
+
+
+def budget_text(
+    config: ModelConfig, dtype: str = "bfloat16", rewind: int = 0, tokens: int = 131_072
+) -> str:
+    """Both budgets as a table to read; see `budget_dict` for the numbers."""
+    parameters, state = parameter_budget(config), state_budget(config, dtype, rewind)
+    row = "{:<18}{:>9}{:>20}{:>20}".format
+    lines = [row("role", "tensors", "parameters", "bytes")]
+    sections = [parameters.by_role().items(), parameters.by_part().items()]
+    for section in (*sections, [("total", parameters.total)]):
+        lines += [
+            row(name, f"{n.tensors:,}", f"{n.parameters:,}", f"{n.bytes:,}") for name, n in section
+        ]
+        lines.append("")
+    lines.append(f"state of one sequence, {dtype}, able to go back {rewind} tokens")
+    entry = "{:<26}{:>20} B{}".format
+    for name, size in asdict(state).items():
+        if name == "kda_heads":
+            continue
+        unit = " per token" if name.endswith("per_token") else ""
+        apart = ", counted apart" if name == "mtp_per_token" else ""
+        lines.append(entry(name, f"{size:,}", unit + apart))
+    lines.append(entry("fixed", f"{state.fixed():,}", ""))
+    lines.append(entry("per_token", f"{state.per_token():,}", " per token"))
+    lines.append(entry(f"{tokens:,} tokens", f"{state.for_sequence(tokens):,}", ""))
+    return "\n".join(lines)

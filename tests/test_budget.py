@@ -1,13 +1,20 @@
 """Bytes of the parameters and of a sequence's state, to the byte."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from glm5_jax.budget import ParameterCount, parameter_budget, state_budget
+from glm5_jax.budget import (
+    ParameterCount,
+    budget_dict,
+    budget_text,
+    parameter_budget,
+    state_budget,
+)
 from glm5_jax.config import load_config
 from glm5_jax.errors import ConfigError
 
@@ -159,3 +166,23 @@ def test_wrong_dtype_depth_and_length_are_refused():
         state_budget(TINY, rewind=-1)
     with pytest.raises(ConfigError, match="0 tokens or more"):
         state_budget(TINY).for_sequence(-1)
+
+
+def test_printed_budget_says_every_figure_once():
+    text = budget_text(RELEASE, tokens=1000)
+    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    for role, count in parameter_budget(RELEASE).by_role().items():
+        assert f"{count.tensors:,}" in lines[role] and f"{count.bytes:,}" in lines[role]
+    assert "321,323,031,390" in lines["total"]
+    for name, size in dataclasses.asdict(state_budget(RELEASE)).items():
+        assert name == "kda_heads" or f"{size:,} B" in lines[name]
+    assert f"{state_budget(RELEASE).for_sequence(1000):,} B" in lines["1,000"]
+
+
+def test_json_budget_survives_json():
+    numbers = budget_dict(RELEASE, "float32", 2, 10)
+    assert json.loads(json.dumps(numbers)) == numbers
+    assert numbers["parameters"]["total"]["parameters"] == 321_323_031_390
+    state = state_budget(RELEASE, "float32", 2)
+    assert numbers["state"]["for_sequence"] == state.for_sequence(10)
+    assert numbers["state"]["kda_replay"] == state.kda_replay
