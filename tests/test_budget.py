@@ -169,14 +169,16 @@ def test_wrong_dtype_depth_and_length_are_refused():
 
 
 def test_printed_budget_says_every_figure_once():
-    text = budget_text(RELEASE, tokens=1000)
-    lines = {line.split()[0]: line for line in text.splitlines() if line}
+    def by_name(text):
+        return {line.split()[0]: line for line in text.splitlines() if line}
+
+    roles, state = map(by_name, budget_text(RELEASE, tokens=1000).split("state of one sequence"))
     for role, count in parameter_budget(RELEASE).by_role().items():
-        assert f"{count.tensors:,}" in lines[role] and f"{count.bytes:,}" in lines[role]
-    assert "321,323,031,390" in lines["total"]
+        assert f"{count.tensors:,}" in roles[role] and f"{count.bytes:,}" in roles[role]
+    assert "321,323,031,390" in roles["total"]
     for name, size in dataclasses.asdict(state_budget(RELEASE)).items():
-        assert name == "kda_heads" or f"{size:,} B" in lines[name]
-    assert f"{state_budget(RELEASE).for_sequence(1000):,} B" in lines["1,000"]
+        assert name == "kda_heads" or f"{size:,} B" in state[name]
+    assert f"{state_budget(RELEASE).for_sequence(1000):,} B" in state["1,000"]
 
 
 def test_json_budget_survives_json():
