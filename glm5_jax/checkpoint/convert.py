@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from .staging import CONFIG, Staging
 # Leaves below this size are written together: a save has a fixed cost, and a merge one per leaf.
 GROUP_BYTES = 128 * 2**20
 
+HASHERS = 2  # a stacked leaf is hashed as a whole and source by source
 LAYERS_REASON = "not of the layers asked for"
 
 Progress = Callable[[int, int, str], None]
@@ -99,8 +100,8 @@ class _Item:
 
 
 def convert(
-    src: str | Path,
-    dst: str | Path,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
     dtype: str = "stored",
     layers: str | Collection[int] | None = None,
     mtp: bool = True,
@@ -247,50 +248,57 @@ def _unit(path: str) -> str:
 
 def _save(staging: Staging, checkpoint: Checkpoint, group: str, members: list[_Item]) -> None:
     tree: dict[str, Any] = {}
-    lines = []
-    for item in members:
-        array, line = _read(checkpoint, item)
-        lines.append(line)
-        if line.empty:
-            continue
-        node = tree
-        *parents, last = tree_keys(item.path)
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[last] = array
-        del array
-    staging.save(group, tree, lines)
+    lines: list[Callable[[], LedgerLine]] = []
+    with ThreadPoolExecutor(max_workers=HASHERS) as pool:
+        for item in members:
+            array, line = _read(checkpoint, item, pool)
+            lines.append(line)
+            if array.size == 0:
+                continue  # Orbax refuses it; the ledger says all there is to say
+            node = tree
+            *parents, last = tree_keys(item.path)
+            for key in parents:
+                node = node.setdefault(key, {})
+            node[last] = array
+            del array
+        staging.save(group, tree, lambda: [line() for line in lines])
 
 
-def _read(checkpoint: Checkpoint, item: _Item) -> tuple[np.ndarray, LedgerLine]:
-    """The array to store and its ledger line: sources are hashed before, the array after a cast."""
+def _read(
+    checkpoint: Checkpoint, item: _Item, pool: Executor
+) -> tuple[np.ndarray, Callable[[], LedgerLine]]:
+    """The array to store, and its ledger line once it is asked for: hashing goes on meanwhile."""
     if isinstance(item.source, BoundLeaf):
         array = read_leaf(checkpoint, item.source)
-        transform = item.source.transform
+        transform: str = item.source.transform
         pieces = list(_pieces(item.source, array))
     else:
         array = np.empty(item.shape, item.dtype)
         checkpoint.read_into(item.source, array)
         transform = "passthrough"
         pieces = [(item.source, None, array)]
-    cast = array.dtype != item.dtype
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        # Of one uncast source, the leaf's hash is the source's.
-        alone = len(pieces) == 1 and not cast
-        whole = None if alone or cast else pool.submit(sha256, array)
-        hashes = [sha256(piece) for _, _, piece in pieces]
-    sources = tuple(
-        LedgerSource(tensor.name, tensor.file, tensor.dtype, tensor.shape, digest, rows)
-        for (tensor, rows, _), digest in zip(pieces, hashes, strict=True)
-    )
+    origins = [(tensor, rows) for tensor, rows, _ in pieces]
+    hashes = [pool.submit(sha256, piece) for _, _, piece in pieces]
     del pieces
-    if cast:
+    if array.dtype != item.dtype:
+        wait(hashes)  # lest the cast array and two of the uncast one are held
         array = array.astype(item.dtype)
-    if whole is None:
-        stored = hashes[0] if alone else sha256(array)
+        stored = pool.submit(sha256, array)
     else:
-        stored = whole.result()
-    return array, LedgerLine(item.path, item.dtype.name, item.shape, transform, stored, sources)
+        # An untransformed leaf hashes like its source.
+        stored = hashes[0] if len(hashes) == 1 else pool.submit(sha256, array)
+
+    def line() -> LedgerLine:
+        sources = tuple(
+            LedgerSource(
+                tensor.name, tensor.file, tensor.dtype, tensor.shape, digest.result(), rows
+            )
+            for (tensor, rows), digest in zip(origins, hashes, strict=True)
+        )
+        dtype = item.dtype.name
+        return LedgerLine(item.path, dtype, item.shape, transform, stored.result(), sources)
+
+    return array, line
 
 
 def _pieces(

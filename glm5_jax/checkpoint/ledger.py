@@ -101,8 +101,7 @@ def tree_path(keys: Iterable[str]) -> str:
 
 def sha256(array: np.ndarray) -> str:
     """SHA-256 of an array's bytes in C order, without a copy of an array that lies so."""
-    contiguous = np.ascontiguousarray(array)
-    return hashlib.sha256(memoryview(contiguous.reshape(-1).view(np.uint8))).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def package_versions() -> dict[str, str]:

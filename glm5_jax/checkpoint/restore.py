@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -19,7 +20,7 @@ from .reader import INDEX, open_checkpoint
 
 
 def load_leaves(
-    path: str | Path, dtype: str = "stored", mtp: bool = False
+    path: str | os.PathLike[str], dtype: str = "stored", mtp: bool = False
 ) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """The config and every leaf of the parameter tree by dotted path, layers in numeric order.
 
@@ -48,7 +49,7 @@ def load_leaves(
 def _require_x64() -> None:
     import jax
 
-    if not jax.config.jax_enable_x64:
+    if not jax.config.read("jax_enable_x64"):
         raise CheckpointError(
             'dtype float64 needs JAX\'s 64-bit mode: jax.config.update("jax_enable_x64", True) '
             "before any array is made, or JAX_ENABLE_X64=1 in the environment"

@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -116,24 +116,33 @@ class Staging:
         self.finished = {record["group"] for record in records[1:]}
         return True
 
-    def save(self, group: str, tree: Mapping[str, Any], lines: list[LedgerLine]) -> None:
-        """Write one group of leaves, then their ledger lines, then that the group is complete."""
+    def save(
+        self, group: str, tree: Mapping[str, Any], lines: Callable[[], list[LedgerLine]]
+    ) -> None:
+        """Write one group of leaves, then their ledger lines, then that the group is complete.
+
+        `lines` is called while Orbax writes.
+        """
         from orbax.checkpoint import v1 as ocp
 
         before = set(self._pending())
         try:
             if tree:
                 with _orbax_context():
-                    ocp.partial.save(self._orbax_path(), dict(tree))
-            new = [entry.name for entry in self._pending() if entry not in before] or [None]
-            with open(self.root / LEDGER, "a", encoding="utf-8") as ledger:
-                ledger.writelines(line.encode() for line in lines)
+                    written = ocp.partial.save_async(self._orbax_path(), dict(tree))
+                    entries = lines()
+                    written.result()
+            else:
+                entries = lines()
+            new = next((entry.name for entry in self._pending() if entry not in before), None)
+            with open(self.root / LEDGER, "ab") as ledger:
+                ledger.writelines(line.encode().encode() for line in entries)
                 ledger.flush()
                 os.fsync(ledger.fileno())
                 size = ledger.tell()
-            self._write_journal({"group": group, "pending": new[0], "ledger_bytes": size})
+            self._write_journal({"group": group, "pending": new, "ledger_bytes": size})
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0][:300]
+            reason = " ".join(str(error).split())[:300]
             raise CheckpointError(
                 f"{self.root}: {group} cannot be written: {reason}; what is finished is kept, "
                 f"run the same conversion again to continue"

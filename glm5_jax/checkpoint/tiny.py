@@ -41,8 +41,8 @@ def packaged_config(name: str) -> Path:
 
 
 def make_tiny(
-    out: str | Path,
-    config: str | Path | Mapping[str, Any] | None = None,
+    out: str | os.PathLike[str],
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
     naming: Naming = "released",
     shards: int = 1,
     seed: int = 0,
@@ -84,7 +84,9 @@ def make_tiny(
     return out
 
 
-def _read_config(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:
+def _read_config(
+    config: str | os.PathLike[str] | Mapping[str, Any] | None,
+) -> tuple[dict[str, Any], str]:
     if isinstance(config, Mapping):
         return dict(config), "config"
     file = packaged_config("tiny") if config is None else Path(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,9 @@ class VerifyReport:
         return not self.problems
 
 
-def verify(dst: str | Path, quick: bool = False, progress: Progress | None = None) -> VerifyReport:
+def verify(
+    dst: str | os.PathLike[str], quick: bool = False, progress: Progress | None = None
+) -> VerifyReport:
     """Compare an Orbax directory of ours with its ledger.
 
     Every leaf is read by plain TensorStore, one at a time, and hashed; so is every small file.
