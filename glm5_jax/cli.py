@@ -1,0 +1,245 @@
+"""The `glm5-jax` command.
+
+Results go to stdout, progress and notices to stderr. Exit status: 0 good, 1 the check failed,
+2 bad input, which is one line on stderr. JAX is imported by the commands that compute.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from glm5_jax.errors import CheckpointError, ConfigError
+
+app = typer.Typer(
+    name="glm5-jax",
+    help="GLM-5.3-Flash in JAX: account for a checkpoint, convert it, run it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_stderr = Console(stderr=True)
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
+Layers = Annotated[
+    str | None, typer.Option(metavar="0-3,45", help="Only these layers are required.")
+]
+Dtype = Annotated[
+    str, typer.Option(metavar="stored|bfloat16|float32|float64", help="Dtype of the leaves.")
+]
+AllowBf16 = Annotated[
+    bool, typer.Option("--allow-bf16", help="Accept BF16 where float32 is required.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the random weights.")]
+
+
+@app.command()
+def audit(
+    directory: Directory, layers: Layers = None, allow_bf16: AllowBf16 = False, json: Json = False
+) -> None:
+    """Account for every tensor of a checkpoint; exit 1 when anything is missing or unknown."""
+    from glm5_jax.checkpoint.audit import audit
+
+    report = audit(directory, layers=layers, allow_bf16=allow_bf16)
+    print(report.to_json() if json else report.to_text())
+    raise typer.Exit(0 if report.complete else 1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A safetensors directory.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The Orbax directory.")],
+    dtype: Dtype = "stored",
+    layers: Layers = None,
+    mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Convert the MTP layer.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
+    allow_bf16: AllowBf16 = False,
+) -> None:
+    """Convert safetensors into an Orbax directory; an interrupted run goes on where it stopped."""
+    from glm5_jax.checkpoint.convert import convert
+
+    with _progress() as progress:
+        report = convert(
+            source,
+            destination,
+            dtype=dtype,
+            layers=layers,
+            mtp=mtp,
+            force=force,
+            allow_bf16=allow_bf16,
+            progress=progress,
+        )
+    print(report.to_text())
+
+
+@app.command()
+def verify(
+    directory: Directory,
+    quick: Annotated[bool, typer.Option("--quick", help="Names and sizes, no hashes.")] = False,
+) -> None:
+    """Compare an Orbax directory with its ledger; exit 1 when anything differs."""
+    from glm5_jax.checkpoint.verify import verify
+
+    with _progress() as progress:
+        report = verify(directory, quick=quick, progress=progress)
+    for problem in report.problems:
+        print(problem)
+    print(f"{report.checked:,} leaves {'as written' if report.ok else 'checked: DAMAGED'}")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def forward(
+    directory: Directory,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="1,2,3", help="Token ids of one sequence.")
+    ] = None,
+    tokens_file: Annotated[
+        Path | None,
+        typer.Option(help="A sequence a line, ids separated by commas or blanks; or a .npy array."),
+    ] = None,
+    dtype: Dtype = "stored",
+    top: Annotated[int, typer.Option(min=1, help="Tokens shown for each position.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option(help="Write logits, tokens and mask to this .npz instead.")
+    ] = None,
+) -> None:
+    """Run the model: the likeliest next tokens at each position, or all logits."""
+    from glm5_jax.token_batch import read_tokens
+
+    if dtype == "float64":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
+    batch, mask = read_tokens(tokens, tokens_file)
+    from glm5_jax.model import load
+
+    model = load(directory, dtype=dtype)
+    try:
+        logits = model(batch, mask)
+    except ValueError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    if out is None:
+        from glm5_jax.token_batch import top_tokens
+
+        for line in top_tokens(logits, batch, mask, top):
+            print(line)
+        return
+    from glm5_jax.token_batch import write_logits
+
+    print(f"{write_logits(out, logits, batch, mask)}: logits {tuple(logits.shape)}")
+
+
+@app.command()
+def budget(
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG_OR_DIR", help="A config.json or its directory.")
+    ],
+    dtype: Annotated[str, typer.Option(help="Dtype of the activations and caches.")] = "bfloat16",
+    rewind: Annotated[int, typer.Option(help="Tokens that a cache can go back.")] = 0,
+    tokens: Annotated[int, typer.Option(help="Length of the sequence in the last line.")] = 131_072,
+    json: Json = False,
+) -> None:
+    """Print parameters and bytes of each role, and the state of one sequence."""
+    from glm5_jax.budget import budget_dict, budget_text
+    from glm5_jax.config import load_config
+
+    config = load_config(source)
+    if json:
+        print(_json(budget_dict(config, dtype, rewind, tokens)))
+    else:
+        print(budget_text(config, dtype, rewind, tokens))
+
+
+@app.command("make-tiny")
+def make_tiny(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet.")],
+    config: Annotated[
+        Path | None, typer.Option(help="A config.json; configs/tiny.json without.")
+    ] = None,
+    naming: Annotated[str, typer.Option(metavar="released|native")] = "released",
+    shards: Annotated[int, typer.Option(min=1, help="How many safetensors files.")] = 1,
+    dtype: Annotated[str, typer.Option(metavar="bfloat16|float32")] = "bfloat16",
+    seed: Seed = 0,
+) -> None:
+    """Write a checkpoint of random weights in the released layout or in transformers' own."""
+    from glm5_jax.checkpoint.tiny import make_tiny
+
+    try:
+        path = make_tiny(out, config, naming=naming, shards=shards, seed=seed, dtype=dtype)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    print(path)
+
+
+@app.command()
+def bench(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="forward, kda, compile; or all.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each side.")] = 5,
+) -> None:
+    """Time ours beside a named peer, in one run; exit 1 when a goal is missed."""
+    from glm5_jax.bench import BENCHES
+
+    if unknown := set(names or ()) - set(BENCHES):
+        raise ConfigError(f"no bench is called {min(unknown)!r}; there are {', '.join(BENCHES)}")
+    timings = []
+    for name in names or BENCHES:
+        for timing in BENCHES[name](repeats=repeats):
+            print(timing, flush=True)
+            timings.append(timing)
+    raise typer.Exit(0 if all(timing.reached for timing in timings) else 1)
+
+
+@app.command()
+def demo(
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the files here; a temporary directory without.")
+    ] = None,
+) -> None:
+    """Make a tiny checkpoint, audit, convert, verify and run it; compare both loading routes."""
+    from glm5_jax.demo import run_demo
+
+    raise typer.Exit(0 if run_demo(out) else 1)
+
+
+@contextmanager
+def _progress() -> Iterator:
+    """A progress bar on stderr, as the callback that the checkpoint functions take."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=_stderr,
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("", total=None)
+
+        def update(done: int, total: int, label: str) -> None:
+            bar.update(task, completed=done, total=total, description=label)
+
+        yield update
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2)
+
+
+def main() -> None:
+    """Entry point: bad input is one line on stderr and exit status 2."""
+    try:
+        app()
+    except (ConfigError, CheckpointError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,108 @@
+"""The whole way once, on a tiny checkpoint: write, audit, convert, verify, run, compare."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from glm5_jax.checkpoint.audit import audit
+from glm5_jax.checkpoint.convert import convert
+from glm5_jax.checkpoint.tiny import make_tiny
+from glm5_jax.checkpoint.verify import verify
+from glm5_jax.errors import CheckpointError
+from glm5_jax.model import TextModel, load
+from glm5_jax.numerics.oracle import oracle_available, oracle_logits, oracle_model
+
+NEW_TOKENS = 8
+PROMPTS = ((17, 4, 99, 23, 151, 8, 64, 3, 200, 42, 77, 6), (5, 150, 31, 12, 90, 188, 2))
+
+# A float32 run and the oracle's differ by rounding alone: a fraction of this on the tiny model.
+AGREEMENT = 1e-4
+
+
+def run_demo(out: Path | None = None) -> bool:
+    """Run it in `out` (kept; must not exist) or in a temporary directory; False if numbers part.
+
+    Raises:
+        CheckpointError: `out` exists.
+    """
+    if out is not None:
+        if out.exists():
+            raise CheckpointError(f"{out}: exists already; choose another directory or delete it")
+        out.mkdir(parents=True)
+        return _steps(out)
+    directory = Path(tempfile.mkdtemp(prefix="glm5-jax-demo-"))
+    try:
+        return _steps(directory)
+    finally:
+        shutil.rmtree(directory)
+
+
+def _steps(directory: Path) -> bool:
+    console = Console(highlight=False, soft_wrap=True)
+    source, orbax = directory / "safetensors", directory / "orbax"
+
+    console.rule("a tiny checkpoint in the released layout")
+    console.print(str(make_tiny(source, shards=2)))
+
+    console.rule("audit")
+    report = audit(source)
+    print(report.to_text())
+
+    console.rule("convert to Orbax, verify against the ledger")
+    print(convert(source, orbax).to_text())
+    verified = verify(orbax)
+    print("\n".join(verified.problems) or f"verified: {verified.checked} leaves as written")
+
+    console.rule("a jitted forward pass from both directories")
+    tokens, mask = _left_padded()
+    forward = jax.jit(TextModel.__call__)
+    model = load(orbax)
+    restored, direct = (np.asarray(forward(m, tokens, mask)) for m in (model, load(source)))
+    same = np.array_equal(restored, direct)
+    print(
+        f"logits {restored.shape} {restored.dtype}: Orbax and safetensors are "
+        f"{'bit-identical' if same else 'DIFFERENT'}"
+    )
+
+    console.rule("greedy generation, by whole forward passes")
+    for prompt, continuation in zip(PROMPTS, _greedy(model, tokens, mask), strict=True):
+        print(f"{list(prompt)} → {continuation}")
+
+    return report.complete and verified.ok and same and _agrees_with_oracle(console, source)
+
+
+def _left_padded() -> tuple[np.ndarray, np.ndarray]:
+    length = max(map(len, PROMPTS))
+    tokens = np.array([(0,) * (length - len(p)) + p for p in PROMPTS], np.int32)
+    mask = np.arange(length) >= length - np.array([[len(p)] for p in PROMPTS])
+    return tokens, mask
+
+
+def _greedy(model: TextModel, tokens: np.ndarray, mask: np.ndarray) -> list[list[int]]:
+    """Continue every row by `NEW_TOKENS`; one compilation, for the final length."""
+    length = tokens.shape[1]
+    room = ((0, 0), (0, NEW_TOKENS))
+    tokens, mask = np.pad(tokens, room), np.pad(mask, room)
+    forward = jax.jit(TextModel.__call__)
+    for end in range(length, length + NEW_TOKENS):
+        tokens[:, end] = np.argmax(forward(model, tokens, mask)[:, end - 1], axis=-1)
+        mask[:, end] = True
+    return tokens[:, length:].tolist()
+
+
+def _agrees_with_oracle(console: Console, source: Path) -> bool:
+    console.rule("transformers on the same weights, float32")
+    if not oracle_available():
+        print("not installed (extra: oracle)")
+        return True
+    tokens, mask = _left_padded()
+    ours = np.asarray(load(source, dtype="float32")(tokens, mask))
+    theirs = oracle_logits(oracle_model(source, "float32"), tokens, mask)
+    apart = float(np.abs(ours - theirs)[mask].max() / np.abs(theirs[mask]).max())
+    agrees = apart < AGREEMENT
+    print(f"largest difference {apart:.1e} of the largest logit: {'agrees' if agrees else 'APART'}")
+    return agrees

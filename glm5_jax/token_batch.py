@@ -1,0 +1,87 @@
+"""Token ids in, token ids out: batches from a command line or a file, and what a person reads."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from glm5_jax.errors import CheckpointError
+
+
+def read_tokens(text: str | None, file: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] int32 and mask [B, T] bool; shorter sequences are padded on the left with 0.
+
+    `text` is one sequence (`1,2,3`); `file` has one a line, or is a .npy array [T] or [B, T].
+
+    Raises:
+        CheckpointError: not exactly one of the two is given, or something in it is no token id.
+    """
+    if (text is None) == (file is None):
+        raise CheckpointError("give either --tokens or --tokens-file")
+    if text is not None:
+        rows = [_ids(text, "--tokens")]
+    elif file.suffix == ".npy":
+        rows = _array_rows(file)
+    else:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(
+                f"{file}: expected token ids, got binary data"
+            ) from error
+        rows = [_ids(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not rows or not all(rows):
+        raise CheckpointError(f"{file or '--tokens'}: expected token ids, got none")
+    length = max(map(len, rows))
+    tokens = np.zeros((len(rows), length), np.int32)
+    mask = np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        tokens[i, length - len(row) :] = row
+        mask[i, length - len(row) :] = True
+    return tokens, mask
+
+
+def top_tokens(
+    logits: np.ndarray, tokens: np.ndarray, mask: np.ndarray, count: int
+) -> Iterator[str]:
+    """A line for each real position: row, position, token, and the likeliest tokens after it."""
+    logits = np.asarray(logits, np.float64)
+    for row, position in zip(*np.nonzero(mask), strict=True):
+        scores = logits[row, position]
+        log_total = np.logaddexp.reduce(scores)
+        best = np.argsort(-scores, kind="stable")[:count]
+        start = np.argmax(mask[row])
+        shown = "  ".join(f"{token} ({np.exp(scores[token] - log_total):.4f})" for token in best)
+        yield f"[{row}] {position - start:>5} token {tokens[row, position]:>6} → {shown}"
+
+
+def write_logits(path: Path, logits: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> Path:
+    """Write `logits`, `tokens` and `mask` to an .npz, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as f:
+            np.savez(f, logits=np.asarray(logits), tokens=tokens, mask=mask)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _ids(line: str, where: str) -> list[int]:
+    try:
+        return [int(word) for word in line.replace(",", " ").split()]
+    except ValueError as error:
+        raise CheckpointError(f"{where}: expected token ids, got {line.strip()!r}") from error
+
+
+def _array_rows(file: Path) -> list[list[int]]:
+    try:
+        array = np.load(file, allow_pickle=False)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: expected a .npy array of token ids: {error}") from error
+    if array.dtype.kind not in "iu" or array.ndim not in (1, 2):
+        raise CheckpointError(
+            f"{file}: expected integers [T] or [B, T], got {array.dtype} {list(array.shape)}"
+        )
+    return np.atleast_2d(array).tolist()
