@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,29 +139,28 @@ def _write_weights(
 
 def _values(tensor: StoredSpec, model: ModelConfig, seed: int, stored: str) -> np.ndarray:
     """The tensor's values, put together from the released tensors that it carries."""
-    first = tensor.specs[0]
-    stacked = first.transform == "stack" and tensor.expert is None
-    if len(tensor.specs) == 1 and not stacked:
-        return _released(first, tensor.name, tensor.shape, model, seed, stored)
 
-    def rows(expert: int | None) -> Iterator[np.ndarray]:
-        for spec in tensor.specs:
-            name = spec.name.replace("{layer}", str(tensor.layer))
-            name = name.replace("{expert}", str(expert))
-            shape = evaluate_shape(spec.shape, model.dims)
-            yield _released(spec, name, shape, model, seed, stored)
+    def rows(expert: int | None) -> np.ndarray:
+        parts = [_released(tensor, spec, expert, model, seed, stored) for spec in tensor.specs]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    if stacked:
-        fused = np.empty(tensor.shape, _NUMPY[stored])
-        for expert in range(tensor.shape[0]):
-            np.concatenate(list(rows(expert)), out=fused[expert])
-        return fused
-    return np.concatenate(list(rows(None)))
+    if tensor.specs[0].transform == "stack" and tensor.expert is None:
+        return np.stack([rows(expert) for expert in range(tensor.shape[0])])
+    return rows(tensor.expert)
 
 
 def _released(
-    spec: TensorSpec, name: str, shape: tuple[int, ...], model: ModelConfig, seed: int, stored: str
+    tensor: StoredSpec,
+    spec: TensorSpec,
+    expert: int | None,
+    model: ModelConfig,
+    seed: int,
+    stored: str,
 ) -> np.ndarray:
+    name = spec.name.replace("{layer}", str(tensor.layer)).replace("{expert}", str(expert))
+    # The vision tower is called the same in both namings.
+    name = tensor.name if "{block}" in name else name
+    shape = evaluate_shape(spec.shape, model.dims)
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     values = _distribution(spec, model)(rng, shape).astype(np.float32)
     if spec.dtype == "BF16":
