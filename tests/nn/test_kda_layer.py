@@ -1,5 +1,6 @@
 """The KDA mixer around the recurrence: convolution, gates, padding, and a float64 reference."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -97,8 +98,14 @@ def test_convolution_channels_are_query_key_value(small, hidden, mask):
     conv = np.zeros_like(small.arrays["layers.0.attn.conv"])
     conv.reshape(3, -1, 4)[:, :, 3] = [[1.0], [2.0], [3.0]]
     attn = small.with_arrays({"layers.0.attn.conv": conv}).layers[0].attn
-    sites = {}
-    attn(jnp.asarray(hidden[:1]), jnp.asarray(mask[:1]), sites.__setitem__)
+
+    @jax.jit
+    def convolved(attn, x, mask):
+        sites = {}
+        attn(x, mask, sites.__setitem__)
+        return {name: sites[name] for name in "qkv"}
+
+    sites = convolved(attn, hidden[:1], mask[:1])
     for tap, name in zip((1.0, 2.0, 3.0), "qkv", strict=True):
         projected = tap * (hidden[:1] @ small.arrays[f"layers.0.attn.{name}_proj"].T)
         expected = (projected * sigmoid(projected)).reshape(sites[name].shape)
