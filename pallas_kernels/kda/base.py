@@ -3,6 +3,8 @@
 Dimensions: B batch, T tokens, H heads, K key channels, V value channels.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -61,7 +63,7 @@ def kda_gate(
     log_rate = A_log.astype(dtype)[:, None]
     x = f.astype(dtype) + dt_bias.astype(dtype).reshape(f.shape[-2:])
     # Below this exp() is finite, with room for the factors that multiply it.
-    log_max = jnp.log(jnp.finfo(dtype).max) - 4
+    log_max = math.log(jnp.finfo(dtype).max) - 4
     if lower_bound is not None:
         # An infinite rate would make x = 0 a NaN. The held rate saturates the sigmoid all the same.
         return lower_bound * jax.nn.sigmoid(jnp.exp(jnp.minimum(log_rate, log_max)) * x)
