@@ -197,3 +197,54 @@ def stored():
         return found
 
     return read
+
+
+def fp8_of(tensors, config):
+    """Matrices that the FP8 release quantises, quantised; blocks of 16 × 16."""
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    kinds = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "shared_experts", "experts", "mlp.up")
+    changed = {}
+    for name, (dtype, shape) in tensors.items():
+        if (
+            name.startswith("model.language_model.")
+            and len(shape) == 2
+            and any(kind in name for kind in kinds)
+        ):
+            changed[name] = ("F8_E4M3", shape)
+            grid = tuple(-(-n // 16) for n in shape)
+            changed[name.removesuffix("weight") + "weight_scale_inv"] = ("F32", grid)
+        else:
+            changed[name] = (dtype, shape)
+    return changed
+
+
+def nvfp4_of(tensors, codes, second):
+    changed = {}
+    for name, (dtype, shape) in tensors.items():
+        if ".mlp.experts." in name:
+            stem = name.removesuffix("weight")
+            changed[stem + codes] = ("U8", (shape[0], shape[1] // 2))
+            changed[stem + "weight_scale"] = ("F8_E4M3", (shape[0], shape[1] // 16))
+            changed[stem + second] = ("F32", ())
+        else:
+            changed[name] = (dtype, shape)
+    return changed
+
+
+@pytest.fixture(scope="session")
+def small_layout(small):
+    """Layout → ({name: (dtype, shape)}, config.json) of a small model stored in it."""
+
+    def make(layout):
+        config = read_config("tiny")
+        config["text_config"]["moe_intermediate_size"] = 48  # a multiple of NVFP4's group
+        tensors = small("native" if layout == "native" else "released", config)
+        if layout == "fp8":
+            tensors = fp8_of(tensors, config)
+        elif layout == "nvfp4_modelopt":
+            tensors = nvfp4_of(tensors, "weight", "weight_scale_2")
+        elif layout == "nvfp4_compressed_tensors":
+            tensors = nvfp4_of(tensors, "weight_packed", "weight_global_scale")
+        return tensors, config
+
+    return make
