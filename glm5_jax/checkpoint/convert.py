@@ -37,7 +37,7 @@ from .ledger import (
     tree_keys,
 )
 from .match import MTP_REASON, resolve_layers
-from .orbax import is_orbax
+from .orbax import is_orbax, stored_leaves
 from .reader import Checkpoint, open_checkpoint
 from .staging import CONFIG, Staging
 
@@ -160,7 +160,8 @@ def convert(
             done += sum(item.nbytes for item in members)
             if progress is not None:
                 progress(done, total, group)
-        staging.finish()
+        _check_merged(staging.merge(), items)
+        staging.place()
     finally:
         staging.close()
     cast = sum(item.dtype != leaf.dtype for item, leaf in zip(items, bound.values(), strict=False))
@@ -262,6 +263,14 @@ def _save(staging: Staging, checkpoint: Checkpoint, group: str, members: list[_I
             node[last] = array
             del array
         staging.save(group, tree, lambda: [line() for line in lines])
+
+
+def _check_merged(directory: Path, items: list[_Item]) -> None:
+    """What Orbax merged is what was planned, by names, dtypes and shapes."""
+    expected = {item.path: (item.shape, item.dtype) for item in items if 0 not in item.shape}
+    found = {path: (leaf.shape, leaf.dtype) for path, leaf in stored_leaves(directory).items()}
+    if wrong := [path for path in {**expected, **found} if expected.get(path) != found.get(path)]:
+        raise CheckpointError(f"{directory}: Orbax lost or changed {wrong[0]} while merging")
 
 
 def _read(

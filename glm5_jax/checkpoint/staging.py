@@ -1,10 +1,10 @@
 """The Orbax directory while it is being written: nothing that restores until all of it is there.
 
-Beside the destination lies ``DEST.converting.partial_save``, Orbax's own unfinished form: one
-*pending* directory per saved group, which restores under no name. A journal there says which
-groups are complete, so that a rerun keeps them and drops whatever a killed run left half-written.
-To finish, the groups are cloned (by hard links), merged by Orbax, and the result is renamed into
-place: at every moment there is either all of the old destination, or all of the new one.
+Beside the destination lies ``DEST.converting``. Each group of leaves is saved by Orbax's partial
+save, as a *pending* directory that restores under no name; a journal says which groups are
+complete, so that a rerun keeps them and drops whatever a killed run left half-written. To finish,
+the groups are cloned (by hard links), merged by Orbax, and the result is renamed into place: at
+every moment there is either all of the old destination, or all of the new one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +25,14 @@ from .manifest import write_manifest
 CONFIG = "config.json"
 JOURNAL = "journal.jsonl"
 _PARTIAL_SAVE = ".partial_save"  # how Orbax names the unfinished form of a directory
+_GROUP = "group"
 _FINISHING = "finishing"
+_TREE = "state/_METADATA"
 
 
 def unfinished_directory(dst: Path) -> Path:
     """Where the unfinished conversion of a destination lies."""
-    return dst.with_name(f"{dst.name}.converting{_PARTIAL_SAVE}")
+    return dst.with_name(f"{dst.name}.converting")
 
 
 class Staging:
@@ -75,10 +77,7 @@ class Staging:
         return journal
 
     def _begin(self, identity: Mapping[str, Any], header: LedgerHeader, config: bytes) -> None:
-        for entry in self.root.iterdir():
-            if entry.name != JOURNAL:
-                _remove(entry)
-        _remove(self._orbax_scratch())
+        self._drop_all_but({JOURNAL})
         (self.root / CONFIG).write_bytes(config)
         (self.root / LEDGER).write_text(header.encode(), encoding="utf-8")
         self._journal.truncate(0)
@@ -106,12 +105,9 @@ class Staging:
             )
         self._journal.truncate(end)
         complete = {record["pending"] for record in records[1:]} - {None}
-        if not complete or not complete <= {entry.name for entry in self._pending()}:
+        if not complete or not complete <= {entry.name for entry in _pending(self.root)}:
             return False
-        for entry in self._pending():
-            if entry.name not in complete:
-                _remove(entry)
-        _remove(self._orbax_scratch())
+        self._drop_all_but({JOURNAL, LEDGER, CONFIG, *complete})
         os.truncate(self.root / LEDGER, records[-1]["ledger_bytes"])
         self.finished = {record["group"] for record in records[1:]}
         return True
@@ -125,16 +121,21 @@ class Staging:
         """
         from orbax.checkpoint import v1 as ocp
 
-        before = set(self._pending())
+        # Orbax compares a group with all those before it, which takes minutes for many layers:
+        # so each is a session of its own, and its pending directory moves to the others.
+        session = self.root / _GROUP
+        new = None
         try:
             if tree:
                 with _orbax_context():
-                    written = ocp.partial.save_async(self._orbax_path(), dict(tree))
+                    written = ocp.partial.save_async(session, dict(tree))
                     entries = lines()
                     written.result()
+                (pending,) = _pending(self.root / (_GROUP + _PARTIAL_SAVE))
+                new = pending.name
+                os.rename(pending, self.root / new)
             else:
                 entries = lines()
-            new = next((entry.name for entry in self._pending() if entry not in before), None)
             with open(self.root / LEDGER, "ab") as ledger:
                 ledger.writelines(line.encode().encode() for line in entries)
                 ledger.flush()
@@ -142,34 +143,34 @@ class Staging:
                 size = ledger.tell()
             self._write_journal({"group": group, "pending": new, "ledger_bytes": size})
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:300]
-            raise CheckpointError(
-                f"{self.root}: {group} cannot be written: {reason}; what is finished is kept, "
-                f"run the same conversion again to continue"
-            ) from error
+            raise self._stopped(group, error) from error
         self.finished.add(group)
 
-    def finish(self) -> None:
-        """Merge the groups and put the directory in place, in one step if something is there."""
+    def merge(self) -> Path:
+        """Let Orbax merge a clone of the groups; returns the directory, complete but not placed."""
         from orbax.checkpoint import v1 as ocp
 
-        target = self.root / _FINISHING
+        merged = self.root / _FINISHING
         clone = self.root / (_FINISHING + _PARTIAL_SAVE)
-        _remove(target)
+        _remove(merged)
         _remove(clone)
-        clone.mkdir()
-        for entry in self._pending():
-            shutil.copytree(entry, clone / entry.name, copy_function=_link_data)
-        for name in (CONFIG, LEDGER):
-            shutil.copyfile(self.root / name, clone / name)
-        with _orbax_context():
-            ocp.partial.finalize(target)
-        write_manifest(target)
-        if self.dst.exists():
-            _exchange(target, self.dst)
-        else:
-            os.rename(target, self.dst)
-        _sync(self.dst.parent)
+        try:
+            clone.mkdir()
+            for entry in _pending(self.root):
+                shutil.copytree(entry, clone / entry.name, copy_function=_link_data)
+            _gather_trees(_pending(clone))
+            for name in (CONFIG, LEDGER):
+                shutil.copyfile(self.root / name, clone / name)
+            with _orbax_context():
+                ocp.partial.finalize(merged)
+            write_manifest(merged)
+        except (OSError, ValueError) as error:
+            raise self._stopped("the whole", error) from error
+        return merged
+
+    def place(self) -> None:
+        """Put what `merge` made at the destination, in one step, and drop the rest."""
+        _place(self.root / _FINISHING, self.dst)
         self._journal.close()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -177,14 +178,17 @@ class Staging:
         """Let go of an unfinished conversion, which stays."""
         self._journal.close()
 
-    def _orbax_path(self) -> Path:
-        return self.root.with_name(self.root.name.removesuffix(_PARTIAL_SAVE))
+    def _stopped(self, what: str, error: Exception) -> CheckpointError:
+        reason = " ".join(str(error).split())[:300]
+        return CheckpointError(
+            f"{self.root}: {what} cannot be written: {reason}; what is finished is kept, "
+            f"run the same conversion again to continue"
+        )
 
-    def _orbax_scratch(self) -> Path:
-        return self.root.with_name(self.root.name + ".orbax-checkpoint-tmp")
-
-    def _pending(self) -> list[Path]:
-        return sorted(self.root.glob("*.pending_*"))
+    def _drop_all_but(self, kept: Collection[str]) -> None:
+        for entry in list(self.root.iterdir()):
+            if entry.name not in kept:
+                _remove(entry)
 
     def _write_journal(self, record: Mapping[str, Any]) -> None:
         self._journal.write(json.dumps(record).encode() + b"\n")
@@ -200,6 +204,23 @@ def _orbax_context() -> Any:
     context.memory.deepcopy_host_arrays = False
     context.array.saving.use_compression = False
     return context
+
+
+def _pending(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.pending_*"))
+
+
+def _gather_trees(pending: list[Path]) -> None:
+    """Put the tree metadata of all groups into the last one, and none into the others.
+
+    Orbax merges them one by one, and after each compares every leaf with every other.
+    """
+    everything: dict[str, Any] = {}
+    for entry in pending:
+        document = json.loads((entry / _TREE).read_bytes())
+        everything |= document["tree_metadata"]
+        document["tree_metadata"] = everything if entry == pending[-1] else {}
+        (entry / _TREE).write_text(json.dumps(document), encoding="utf-8")
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -244,8 +265,13 @@ def _exchange(one: Path, other: Path) -> None:
     os.rename(aside, one)
 
 
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _place(directory: Path, dst: Path) -> None:
+    """Rename a directory to its destination, taking the place of what is there."""
+    if dst.exists():
+        _exchange(directory, dst)
+    else:
+        os.rename(directory, dst)
+    descriptor = os.open(dst.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
