@@ -6,6 +6,7 @@ block sizes come from the config, because shapes can't tell them. No JAX here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -126,6 +127,7 @@ def _exactly(*shapes: Shape) -> Callable[[Shape], bool]:
     return lambda shape: shape in shapes
 
 
+@functools.lru_cache(maxsize=64)  # tens of thousands of weights have a few shapes
 def _fp8(weight: Shape, scale: str, block: tuple[int, int] | None) -> _Form:
     out, into = weight
     grid = None if block is None else (-(-out // block[0]), -(-into // block[1]))
@@ -144,6 +146,7 @@ def _fp8(weight: Shape, scale: str, block: tuple[int, int] | None) -> _Form:
     )
 
 
+@functools.lru_cache(maxsize=64)
 def _nvfp4(scheme: Scheme, codes: str, second: str, weight: Shape) -> _Form:
     out, into = weight
     packed, groups = (out, into // 2), (out, into // NVFP4_GROUP)
