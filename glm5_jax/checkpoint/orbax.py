@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,17 +13,16 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .ledger import tree_keys, tree_path
-from .staging import JOURNAL, unfinished_directory
+from .staging import JOURNAL, TREE, unfinished_directory
 
 _MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 
 
 class StoredLeaf(NamedTuple):
-    """An array as Orbax's metadata describes it; `abstract` is what Orbax takes to load it."""
+    """An array as it says of itself."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    abstract: Any
 
 
 def is_orbax(path: Path) -> bool:
@@ -48,35 +51,47 @@ def require_orbax(path: Path) -> Path:
     return path.resolve()
 
 
-def stored_leaves(directory: Path) -> dict[str, StoredLeaf]:
-    """Every array of an Orbax directory by ledger path, from its metadata alone.
+def leaf_paths(directory: Path) -> list[str]:
+    """Ledger path of every array of the tree that Orbax restores, layers in numeric order.
 
-    Layers are in numeric order: as keys they come back as strings, 10 before 2. Raises
-    CheckpointError if Orbax cannot read the metadata.
+    Their keys come back as strings, 10 before 2. Raises CheckpointError for damaged metadata.
     """
-    from orbax.checkpoint import v1 as ocp
-
+    file = directory / TREE
     try:
-        tree = ocp.metadata(directory).metadata
-    except (
-        Exception
-    ) as error:  # Orbax lets anything out: KeyError, JSON and Unicode errors, its own
-        raise CheckpointError(f"{directory}: Orbax cannot read it: {_one_line(error)}") from error
-    found: dict[str, StoredLeaf] = {}
+        entries = json.loads(file.read_bytes())["tree_metadata"].values()
+        found = [[str(key["key"]) for key in entry["key_metadata"]] for entry in entries]
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise CheckpointError(f"{file}: is damaged; no tree can be read from it") from None
+    found.sort(key=lambda keys: [_numbers_as_numbers(key) for key in keys])
+    return [tree_path(keys) for keys in found]
 
-    def walk(node: Any, keys: tuple[str, ...]) -> None:
-        if isinstance(node, dict):
-            for key in sorted(node, key=_numbers_as_numbers):
-                walk(node[key], (*keys, str(key)))
-        elif hasattr(node, "shape") and hasattr(node, "dtype"):
-            found[tree_path(keys)] = StoredLeaf(tuple(node.shape), np.dtype(node.dtype), node)
-        else:
-            raise CheckpointError(
-                f"{directory}: {tree_path(keys)} is {type(node).__name__}, expected an array"
-            )
 
-    walk(tree, ())
+def stored_leaves(directory: Path) -> dict[str, StoredLeaf]:
+    """Shape and dtype of every array by ledger path; CheckpointError names one that is damaged."""
+    # All are opened before the first is waited for.
+    opening = {path: open_array(directory, path) for path in leaf_paths(directory)}
+    found = {}
+    for path, future in opening.items():
+        try:
+            array = future.result()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{directory}: {path}: {one_line(error)}") from None
+        found[path] = StoredLeaf(tuple(array.shape), array.dtype.numpy_dtype)
     return found
+
+
+def open_array(directory: Path, path: str) -> Any:
+    """A future of a TensorStore handle on one array; the result raises ValueError if damaged."""
+    import tensorstore
+
+    name = ".".join(tree_keys(path))
+    base = {"driver": "file", "path": f"{directory / 'state'}/"}
+    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    # Without this, a chunk that is not there reads as zeros.
+    spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
+    return tensorstore.open(spec, read=True)
 
 
 def load_arrays(directory: Path, leaves: dict[str, StoredLeaf]) -> dict[str, np.ndarray]:
@@ -89,27 +104,35 @@ def load_arrays(directory: Path, leaves: dict[str, StoredLeaf]) -> dict[str, np.
         *parents, last = tree_keys(path)
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = leaf.abstract
+        # An array of no memory, from which Orbax takes shape, dtype and kind.
+        node[last] = np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     try:
-        with context:
+        with _quiet(), context:
             tree = ocp.load(directory, wanted)
-    except Exception as error:  # as above
-        raise CheckpointError(f"{directory}: cannot be restored: {_one_line(error)}") from error
+    except Exception as error:  # anything comes out: KeyError, JSON and Unicode errors, its own
+        raise CheckpointError(f"{directory}: cannot be restored: {one_line(error)}") from error
     return {path: np.asarray(_at(tree, tree_keys(path))) for path in leaves}
 
 
-def open_array(directory: Path, path: str) -> Any:
-    """A TensorStore handle on one array of an Orbax directory; ValueError if it is damaged."""
-    import tensorstore
+def one_line(error: Exception) -> str:
+    """What TensorStore or Orbax says, without the pages that follow."""
+    return " ".join(str(error).split()).partition(" [tensorstore_spec")[0][:300]
 
-    name = ".".join(tree_keys(path))
-    base = {"driver": "file", "path": f"{directory / 'state'}/"}
-    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    # Without this, a chunk that is not there reads as zeros.
-    spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
-    return tensorstore.open(spec, read=True).result()
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Orbax from printing pages beside the error that it raises."""
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _numbers_as_numbers(key: Any) -> tuple[int, str]:
@@ -121,8 +144,3 @@ def _at(tree: Any, keys: tuple[str, ...]) -> Any:
     for key in keys:
         tree = tree[key]
     return tree
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()).partition(" [tensorstore_spec")[0]
-    return f"{type(error).__name__}: {text[:300]}"

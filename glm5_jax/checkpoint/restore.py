@@ -84,8 +84,9 @@ def _from_orbax(directory: Path, dtype: str, mtp: bool) -> tuple[ModelConfig, Le
     _check_tree(directory, expected, stored)
 
     def read() -> Leaves:
-        # A layer at a time: where it is cast, no more than a layer is held twice.
-        for _, group in groupby(expected.items(), key=lambda item: _unit(item[0])):
+        # All at once; where they are cast a layer at a time, lest more than one is held twice.
+        unit = (lambda item: "") if dtype == "stored" else (lambda item: _unit(item[0]))
+        for _, group in groupby(expected.items(), key=unit):
             members = dict(group)
             arrays = load_arrays(directory, {name: stored[name] for name in members})
             for name, leaf in members.items():

@@ -27,7 +27,7 @@ JOURNAL = "journal.jsonl"
 _PARTIAL_SAVE = ".partial_save"  # how Orbax names the unfinished form of a directory
 _GROUP = "group"
 _FINISHING = "finishing"
-_TREE = "state/_METADATA"
+TREE = "state/_METADATA"
 
 
 def unfinished_directory(dst: Path) -> Path:
@@ -217,10 +217,10 @@ def _gather_trees(pending: list[Path]) -> None:
     """
     everything: dict[str, Any] = {}
     for entry in pending:
-        document = json.loads((entry / _TREE).read_bytes())
+        document = json.loads((entry / TREE).read_bytes())
         everything |= document["tree_metadata"]
         document["tree_metadata"] = everything if entry == pending[-1] else {}
-        (entry / _TREE).write_text(json.dumps(document), encoding="utf-8")
+        (entry / TREE).write_text(json.dumps(document), encoding="utf-8")
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import CheckpointError
 from .ledger import LEDGER, LedgerLine, read_ledger, sha256
 from .manifest import check_manifest
-from .orbax import open_array, require_orbax, stored_leaves
+from .orbax import leaf_paths, one_line, open_array, require_orbax
 
 Progress = Callable[[int, int, str], None]
 
@@ -64,29 +64,23 @@ def verify(
 
 
 def _structure(directory: Path, ledger: dict[str, LedgerLine]) -> Iterator[str]:
-    """Compare the tree that Orbax would restore with the ledger, by names, dtypes and shapes."""
+    """Compare the names in the tree that Orbax restores with those of the ledger."""
     try:
-        tree = stored_leaves(directory)
+        paths = leaf_paths(directory)
     except CheckpointError as error:
         yield str(error)
         return
-    for path in tree.keys() - ledger.keys():
-        yield f"{path}: a leaf without a line in {LEDGER}"
-    for path, line in ledger.items():
-        if line.empty:
-            continue
-        if path not in tree:
-            yield f"{path}: in {LEDGER}, but not in the checkpoint"
-        elif (found := tree[path]).shape != line.shape or str(found.dtype) != line.dtype:
-            yield (
-                f"{path}: expected {line.dtype} {list(line.shape)}, "
-                f"the checkpoint says {found.dtype} {list(found.shape)}"
-            )
+    stored = {path for path, line in ledger.items() if not line.empty}
+    yield from (
+        f"{path}: a leaf without a line in {LEDGER}" for path in paths if path not in stored
+    )
+    for path in sorted(stored - set(paths)):
+        yield f"{path}: in {LEDGER}, but not in the tree of the checkpoint"
 
 
 def _leaf(directory: Path, line: LedgerLine, quick: bool) -> Iterator[str]:
     try:
-        array = open_array(directory, line.path)
+        array = open_array(directory, line.path).result()
         if array.shape != line.shape or array.dtype.name != line.dtype:
             yield (
                 f"{line.path}: expected {line.dtype} {list(line.shape)}, "
@@ -95,8 +89,7 @@ def _leaf(directory: Path, line: LedgerLine, quick: bool) -> Iterator[str]:
         elif not quick and sha256(array.read().result()) != line.sha256:
             yield f"{line.path}: its bytes are not those that were written"
     except (ValueError, OSError) as error:
-        reason = str(error).split(" [", 1)[0]
-        yield f"{line.path}: cannot be read: {reason}"
+        yield f"{line.path}: cannot be read: {one_line(error)}"
 
 
 def _nbytes(line: LedgerLine) -> int:
