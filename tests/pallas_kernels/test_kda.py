@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels.kda import chunk_kda, kda_gate, l2_normalize, recurrent_kda
+from pallas_kernels.kda.xla import CHUNK
 
-T = 130  # two chunks and two tokens; most tests share its compilation
+T = 130  # whole chunks and two tokens more; most tests share its compilation
 
 run = jax.jit(
     functools.partial(chunk_kda, output_final_state=True), static_argnames="implementation"
@@ -286,11 +287,13 @@ def test_gradients_equal_those_of_the_recurrence(float64, kda_arguments, cast, r
 
 
 def test_backward_keeps_the_inputs_and_one_state_per_chunk(float32, kda_arguments, cast):
-    chunks, state = 5, 2 * 2 * 8 * 12
-    arguments = cast(kda_arguments(64 * chunks), jnp.float32)
-    kept = jax.eval_shape(lambda x: jax.vjp(lambda x: chunk_kda(**x)[0], x)[1], arguments)
-    inputs = sum(x.size for x in arguments.values())
-    assert sum(x.size for x in jax.tree.leaves(kept)) <= inputs + (chunks + 1) * state
+    def kept(tokens):
+        arguments = cast(kda_arguments(tokens), jnp.float32)
+        residuals = jax.eval_shape(lambda x: jax.vjp(lambda x: chunk_kda(**x)[0], x)[1], arguments)
+        return sum(x.size for x in jax.tree.leaves(residuals))
+
+    tokens, state = CHUNK * 2 * 2 * (8 + 8 + 12 + 8 + 1), 2 * 2 * 8 * 12
+    assert kept(6 * CHUNK) - kept(5 * CHUNK) == tokens + state
 
 
 # Dtypes, batches, transformations.
