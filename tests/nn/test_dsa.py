@@ -80,9 +80,7 @@ def test_layer_equals_the_reference(build, call, hidden, mask, tail):
         for query, tokens in enumerate(chosen):
             ours = selection[row, first + query]
             assert set(ours[ours >= 0] - first) == tokens
-        expected = reference_dsa(
-            p, x, chosen, heads=2, nope=c.qk_nope_head_dim, eps=c.rms_norm_eps
-        )
+        expected = reference_dsa(p, x, chosen, heads=2, nope=c.qk_nope_head_dim, eps=c.rms_norm_eps)
         np.testing.assert_allclose(out[row][mask[row]], expected, atol=1e-12)
 
 

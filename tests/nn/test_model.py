@@ -1,6 +1,6 @@
 """The text model: padding, batches, traces, compilation, dtypes, gradients."""
 
-import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,79 +23,64 @@ def logits(model, tokens, mask=None):
     return np.asarray(run(model, tokens, mask))
 
 
-@functools.partial(jax.jit, static_argnames="names")
-def traced(model, tokens, mask, names=None):
-    """Logits and the trace; `names` collects the order, which a dictionary loses under jit."""
+def traced(model, tokens, mask):
+    """Logits and the trace, in the order in which it was recorded."""
     sites = {}
 
     def record(name, value):
         assert name not in sites, f"{name} is recorded twice"
         sites[name] = value
 
-    out = model(tokens, mask, record=record)
-    if names is not None:
-        names.extend(sites)
-    return out, sites
+    return model(tokens, mask, record=record), sites
 
 
-class Names(list):
-    """A list that jit takes as a static argument."""
+# Every kind of parameter in as few layers as there can be.
+TWO_LAYERS = {
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "indexer_types": ["full", "full"],
+}
 
-    __hash__ = object.__hash__
 
-
-def padded_left(tokens, padding, length=None):
-    """[1, length] tokens and mask: the row behind `padding` padded positions."""
-    length = len(tokens) + padding if length is None else length
-    out = np.full((1, length), 7)
-    out[0, padding : padding + len(tokens)] = tokens
-    position = np.arange(length)
-    return out, ((position >= padding) & (position < padding + len(tokens)))[None]
+@pytest.fixture(scope="module")
+def two_layers(build):
+    return build(**TWO_LAYERS)
 
 
 # ---- padding and batches
 
 
 @pytest.fixture(scope="module")
-def alone(small, tokens):
-    """Logits of the first 17 tokens of a row, without padding (and six real tokens after them)."""
-    return logits(small.model, tokens)[0, :17]
+def plain(small, tokens):
+    """Logits of the three rows, without padding."""
+    return logits(small.model, tokens)
 
 
 @pytest.mark.parametrize("padding", [1, 2, 3, 4, 5])
-def test_left_padding_changes_no_logits(small, tokens, alone, padding):
-    # Always [3, 23], of which one row is this one: one compilation for every padding.
+def test_left_padding_in_a_mixed_batch_changes_no_logits(small, tokens, plain, padding):
     batch, mask = tokens.copy(), np.ones(tokens.shape, bool)
-    row, row_mask = padded_left(tokens[0, : 23 - padding], padding)
-    batch[1], mask[1] = row[0], row_mask[0]
+    batch[1], mask[1, :padding] = np.roll(tokens[1], padding), False
     out = logits(small.model, batch, mask)
-    np.testing.assert_allclose(out[1, padding : padding + 17], alone, atol=1e-12)
-    np.testing.assert_allclose(out[0, :17], alone, atol=1e-12)
+    np.testing.assert_allclose(out[1, padding:], plain[1, : 23 - padding], atol=1e-12)
+    np.testing.assert_allclose(out[[0, 2]], plain[[0, 2]], atol=1e-12)
 
 
-def test_left_padding_of_64_in_a_batch_of_one_changes_no_logits(small, tokens, alone):
-    row, mask = padded_left(tokens[0, :17], 64)
-    np.testing.assert_allclose(logits(small.model, row, mask)[0, 64:], alone, atol=1e-12)
+@pytest.mark.parametrize("padding", [0, 1, 2, 3, 4, 5, 64])
+def test_left_padding_of_a_batch_of_one_changes_no_logits(two_layers, tokens, padding):
+    # What is not padding on the left is padding on the right: one compilation for all.
+    row, mask = np.full((1, 87), 7), np.zeros((1, 87), bool)
+    row[:, padding : padding + 23], mask[:, padding : padding + 23] = tokens[0], True
+    out = logits(two_layers.model, row, mask)[0, padding : padding + 23]
+    np.testing.assert_allclose(out, logits(two_layers.model, tokens)[0], atol=1e-12)
 
 
-def test_left_padding_of_a_batch_of_one_changes_no_logits(small, tokens, alone):
-    outs = [logits(small.model, *padded_left(tokens[0, :17], p, 23)) for p in (0, 3, 6)]
-    for padding, out in zip((0, 3, 6), outs, strict=True):
-        np.testing.assert_allclose(out[0, padding : padding + 17], alone, atol=1e-12)
-
-
-def test_order_is_known_without_positions(small, tokens, alone):
-    # Shifting by padding shifts every trace and changes none; swapping two tokens does.
+def test_order_is_known_without_positions(small, tokens, plain):
     swapped = tokens.copy()
     swapped[0, [2, 9]] = tokens[0, [9, 2]]
-    out = logits(small.model, swapped)[0, :17]
-    np.testing.assert_allclose(out[:2], alone[:2], atol=1e-12)
-    assert np.abs(out[10:] - alone[10:]).max() > 1e-3
-
-
-def test_padding_on_the_right_changes_no_logits(small, tokens, alone):
-    mask = np.broadcast_to(np.arange(23) < 17, tokens.shape)
-    np.testing.assert_allclose(logits(small.model, tokens, mask)[0, :17], alone, atol=1e-12)
+    out = logits(small.model, swapped)
+    np.testing.assert_allclose(out[0, :2], plain[0, :2], atol=1e-12)
+    assert np.abs(out[0, 10:] - plain[0, 10:]).max() > 1e-3
 
 
 def test_row_without_real_tokens_is_finite_and_changes_no_other_row(small, tokens, mask):
@@ -108,9 +93,7 @@ def test_row_without_real_tokens_is_finite_and_changes_no_other_row(small, token
 
 
 @pytest.mark.parametrize("empty_row", [False, True])
-def test_nan_in_the_embedding_of_a_padded_token_reaches_no_real_one(
-    small, tokens, mask, empty_row
-):
+def test_nan_in_the_embedding_of_a_padded_token_reaches_no_real_one(small, tokens, mask, empty_row):
     mask = mask.copy()
     mask[1] &= not empty_row
     embedding = small.arrays["embed_tokens"].copy()
@@ -124,11 +107,18 @@ def test_nan_in_the_embedding_of_a_padded_token_reaches_no_real_one(
     assert np.all(np.isfinite(out[mask]))
 
 
-def test_eight_equal_rows_are_bitwise_equal_and_equal_to_a_batch_of_one(build, tokens):
-    model = build("float32").model
-    eight = logits(model, np.repeat(tokens[:1], 8, axis=0))
+@pytest.fixture(scope="module")
+def eight(build, tokens):
+    """float32 logits of one row eight times."""
+    return logits(build("float32", **TWO_LAYERS).model, np.repeat(tokens[:1], 8, axis=0))
+
+
+def test_eight_equal_rows_are_bitwise_equal(eight):
     np.testing.assert_array_equal(eight, np.repeat(eight[:1], 8, axis=0))
-    one = logits(model, tokens[:1])
+
+
+def test_row_of_a_batch_equals_a_batch_of_one(build, tokens, eight):
+    one = logits(build("float32", **TWO_LAYERS).model, tokens[:1])
     np.testing.assert_allclose(eight[:1], one, atol=2e-5 * np.abs(one).max())
 
 
@@ -140,54 +130,68 @@ def test_tokens_do_not_see_the_future(small, tokens):
     assert np.all(np.any(before[:, 12:] != after[:, 12:], axis=-1))
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_shortest_sequences_are_the_beginning_of_long_ones(small, tokens, length):
-    expected = logits(small.model, tokens)[:, :length]
-    np.testing.assert_allclose(logits(small.model, tokens[:, :length]), expected, atol=1e-12)
+def test_single_token_gives_the_first_logits_of_a_sequence(two_layers, tokens):
+    model = two_layers.model
+    expected = logits(model, tokens)[:, :1]
+    np.testing.assert_allclose(logits(model, tokens[:, :1]), expected, atol=1e-12)
 
 
 # ---- tracing
 
 
-@pytest.mark.parametrize("jitted", [False, True])
-def test_trace_sites_follow_the_residual_plan(small, tokens, mask, jitted):
-    names = Names()
-    if jitted:
-        traced(small.model, tokens, mask, names)
-    else:
-        small.model(tokens, mask, record=lambda name, _: names.append(name))
-    skeleton = small.model.skeleton
+class LayerByLayer(NamedTuple):
+    """A call outside jit: its logits and trace, and how many layers it compiled, twice."""
+
+    logits: np.ndarray
+    sites: dict[str, np.ndarray]
+    compiled: tuple[int, int]
+
+
+@pytest.fixture(scope="module")
+def outside_jit(small, tokens, mask):
+    model_file._run_layer.clear_cache()
+    out, sites = traced(small.model, tokens, mask)
+    first = model_file._run_layer._cache_size()
+    traced(small.model, tokens[::-1], mask[::-1])
+    second = model_file._run_layer._cache_size()
+    sites = {name: np.asarray(value) for name, value in sites.items()}
+    return LayerByLayer(np.asarray(out), sites, (first, second))
+
+
+def names_outside_jit(request):
+    return list(request.getfixturevalue("outside_jit").sites)
+
+
+def names_under_jit(request):
+    names = []
+    small, tokens, mask = map(request.getfixturevalue, ("small", "tokens", "mask"))
+    jax.eval_shape(lambda m: names.extend(traced(m, tokens, mask)[1]), small.model)
+    return names
+
+
+@pytest.mark.parametrize("names_of", [names_outside_jit, names_under_jit])
+def test_trace_sites_follow_the_residual_plan(small, request, names_of):
+    names, skeleton = names_of(request), small.model.skeleton
     for layer in skeleton.layers:
         prefix, plan = f"layers.{layer.index}.", skeleton.residual_plan(layer)
         inside = [n.removeprefix(prefix) for n in names if n.startswith(prefix)]
         assert tuple(n for n in inside if n in plan) == plan
-        others = {f"{site}.{m}" for site in ("attn", "ffn") for m in ("kda", "dsa", "dense", "moe")}
-        assert not others.difference(plan).intersection(inside)
-    of_layers = [n.split(".")[1] for n in names if n.startswith("layers.")]
-    assert of_layers == sorted(of_layers, key=int)
+        sublayers = {"attn.kda", "attn.dsa", "ffn.dense", "ffn.moe"}
+        assert sublayers.intersection(inside) == sublayers.intersection(plan)
+    of_layers = [int(n.split(".")[1]) for n in names if n.startswith("layers.")]
+    assert of_layers == sorted(of_layers)
     assert names[0] == "embedding"
     assert tuple(names[-3:]) == skeleton.final_plan()
 
 
 @pytest.fixture(scope="module")
-def trace(small, tokens, mask):
-    out, sites = traced(small.model, tokens, mask)
-    return jax.tree.map(np.asarray, {**sites, "logits": out})
+def trace(outside_jit):
+    return outside_jit.sites
 
 
-def test_tracing_changes_no_logits(small, tokens, mask, trace):
-    np.testing.assert_allclose(trace["logits"], logits(small.model, tokens, mask), atol=1e-12)
-    np.testing.assert_array_equal(trace["logits"], trace["final.head"])
-
-
-def test_layer_by_layer_gives_the_trace_of_one_jit(small, tokens, mask, trace):
-    sites = {}
-    out = small.model(tokens, mask, record=sites.__setitem__)
-    assert sites.keys() == trace.keys() - {"logits"}
-    np.testing.assert_allclose(out, trace["logits"], atol=1e-12)
-    for name, value in sites.items():
-        real = mask if value.shape[:2] == mask.shape else slice(None)
-        np.testing.assert_allclose(np.asarray(value)[real], trace[name][real], atol=1e-11)
+def test_one_jit_gives_the_logits_of_layer_by_layer_with_a_trace(small, tokens, mask, outside_jit):
+    np.testing.assert_allclose(outside_jit.logits, logits(small.model, tokens, mask), atol=1e-12)
+    np.testing.assert_array_equal(outside_jit.logits, outside_jit.sites["final.head"])
 
 
 def test_streams_are_averaged_without_weights_before_the_last_norm(trace):
@@ -201,15 +205,13 @@ def test_mean_of_four_streams_by_hand():
     np.testing.assert_array_equal(sites["final.mean"], [[[3.0]]])
 
 
-def test_sublayer_sees_the_normalised_collapse_of_the_streams(small, trace, mask):
-    x = trace["layers.2.attn.collapse"]
-    eps = small.config.rms_norm_eps
-    expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)
-    expected = expected * small.arrays["layers.2.attn_norm"]
-    np.testing.assert_allclose(trace["layers.2.attn.norm"], expected, atol=1e-13)
+def test_sublayer_sees_the_normalised_collapse_of_the_streams(small, trace):
     streams = trace["layers.1.ffn.expand"]
-    collapsed = (trace["layers.2.attn.pre"][..., None] * streams).sum(2)
-    np.testing.assert_allclose(x, collapsed, atol=1e-13)
+    x = (trace["layers.2.attn.pre"][..., None] * streams).sum(2)
+    np.testing.assert_allclose(trace["layers.2.attn.collapse"], x, atol=1e-13)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + small.config.rms_norm_eps)
+    expected = x * small.arrays["layers.2.attn_norm"]
+    np.testing.assert_allclose(trace["layers.2.attn.norm"], expected, atol=1e-12)
 
 
 def test_streams_start_as_copies_of_the_embedding(small, tokens, trace):
@@ -228,26 +230,24 @@ def test_selection_is_shared_across_kda_layers(trace):
 
 
 def test_shared_layer_takes_the_last_full_choice(build, tokens):
-    kinds = ["full", "full", "full", "shared", "shared"]
-    mixers = ["deepseek_sparse_attention"] * 3 + ["linear_attention", "deepseek_sparse_attention"]
-    small = build(indexer_types=kinds, layer_types=mixers, mlp_layer_types=["dense"] * 5)
-    sites = {}
-    small.model(tokens, record=sites.__setitem__)
-    chosen = [np.asarray(sites[f"layers.{i}.attn.selection"]) for i in (0, 1, 2, 4)]
-    np.testing.assert_array_equal(chosen[3], chosen[2])
-    assert np.any(chosen[2] != chosen[1])
+    small = build(
+        num_hidden_layers=3,
+        layer_types=["deepseek_sparse_attention"] * 3,
+        mlp_layer_types=["dense"] * 3,
+        indexer_types=["full", "full", "shared"],
+    )
+    _, sites = traced(small.model, tokens, None)
+    chosen = [np.asarray(sites[f"layers.{i}.attn.selection"]) for i in range(3)]
+    np.testing.assert_array_equal(chosen[2], chosen[1])
+    assert np.any(chosen[1] != chosen[0])
 
 
 # ---- compilation
 
 
-def test_layers_of_one_kind_are_compiled_once(small, tokens):
-    before = model_file._run_layer._cache_size()
-    small.model(tokens[:, :9])
-    # KDA+dense, DSA+MoE, KDA+MoE (twice), shared DSA+MoE.
-    assert model_file._run_layer._cache_size() - before == 4
-    small.model(tokens[:, :9] + 1 - tokens[:, :9] // 66, np.ones((3, 9), bool))
-    assert model_file._run_layer._cache_size() - before == 4
+def test_layers_of_one_kind_are_compiled_once(outside_jit):
+    # KDA+dense, DSA+MoE, KDA+MoE (twice), shared DSA+MoE; nothing for other tokens.
+    assert outside_jit.compiled == (4, 4)
 
 
 # ---- refusals
@@ -308,15 +308,14 @@ def test_logits_are_float32_or_float64(build, tokens, dtype):
             assert site.dtype == (wide if is_wide else dtype), name
 
 
-def test_float32_logits_are_near_the_float64_ones(build, small, tokens, mask):
-    expected = logits(small.model, tokens, mask)
-    out = logits(build("float32").model, tokens, mask)
-    assert np.abs(out - expected)[mask].max() < 1e-4 * np.abs(expected).max()
+def test_float32_logits_are_near_the_float64_ones(two_layers, tokens, eight):
+    expected = logits(two_layers.model, tokens)[0]
+    assert np.abs(eight[0] - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_bfloat16_logits_are_finite_and_like_the_float64_ones(build, small, tokens, mask):
-    expected = logits(small.model, tokens, mask)[mask]
-    out = logits(build("bfloat16").model, tokens, mask)[mask]
+def test_bfloat16_logits_are_like_the_float64_ones(build, two_layers, tokens, mask):
+    expected = logits(two_layers.model, tokens, mask)[mask]
+    out = logits(build("bfloat16", **TWO_LAYERS).model, tokens, mask)[mask]
     # A few tokens fall to other experts and pools; most do not.
     assert np.median(np.abs(out - expected)) < 0.05 * expected.std()
 
@@ -325,12 +324,12 @@ def test_bfloat16_logits_are_finite_and_like_the_float64_ones(build, small, toke
 
 
 @pytest.fixture(scope="module")
-def gradients(small, tokens, mask):
+def gradients(two_layers, tokens, mask):
     def loss(arrays):
-        out = TextModel.from_leaves(small.config, arrays)(tokens, mask)
+        out = TextModel.from_leaves(two_layers.config, arrays)(tokens, mask)
         return -jnp.mean(jax.nn.log_softmax(out)[..., 5], where=mask)
 
-    return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(small.arrays))
+    return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(two_layers.arrays))
 
 
 def test_gradients_are_finite_and_reach_every_parameter_but_the_indexers(gradients):
@@ -343,16 +342,15 @@ def test_gradients_are_finite_and_reach_every_parameter_but_the_indexers(gradien
 
 @pytest.mark.parametrize(
     "name",
-    ["embed_tokens", "layers.0.attn.dt_bias", "layers.1.attn.kv_b_proj", "layers.2.attn_hc.base"],
+    ["embed_tokens", "layers.0.attn.dt_bias", "layers.1.attn.kv_b_proj", "layers.1.attn_hc.base"],
 )
-def test_gradients_are_the_slope_of_the_loss(small, tokens, mask, gradients, name):
-    direction = np.random.default_rng(0).standard_normal(small.arrays[name].shape)
+def test_gradients_are_the_slope_of_the_loss(two_layers, tokens, mask, gradients, name):
+    direction = np.random.default_rng(0).standard_normal(two_layers.arrays[name].shape)
 
     def loss(step):
-        model = small.with_arrays({name: small.arrays[name] + step * direction})
+        model = two_layers.with_arrays({name: two_layers.arrays[name] + step * direction})
         out = logits(model, tokens, mask)
-        top = out - np.log(np.exp(out).sum(-1, keepdims=True))
-        return -top[..., 5][mask].mean()
+        return -np.asarray(jax.nn.log_softmax(out))[..., 5][mask].mean()
 
     # Small enough to flip no choice, which would be a jump.
     slope = (loss(1e-6) - loss(-1e-6)) / 2e-6
