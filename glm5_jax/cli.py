@@ -221,6 +221,7 @@ def _progress() -> Iterator:
         DownloadColumn(),
         TransferSpeedColumn(),
         console=_stderr,
+        disable=not _stderr.is_terminal,
         transient=True,
     )
     with bar:

@@ -1,0 +1,162 @@
+"""The command line: what it prints, what it exits with, and one line for bad input."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
+from glm5_jax.cli import main
+from glm5_jax.config import load_config
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return make_tiny(tmp_path_factory.mktemp("cli") / "tiny", shards=2)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run the command in this process: (exit status, stdout, stderr)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["glm5-jax", *map(str, args)])
+        with pytest.raises(SystemExit) as exit:
+            main()
+        out, err = capsys.readouterr()
+        return exit.value.code or 0, out, err
+
+    return run
+
+
+def assert_one_line(status, err, *named):
+    assert status == 2
+    assert err.startswith("error: ") and err.count("\n") == 1, err
+    for word in named:
+        assert str(word) in err
+
+
+def test_audit_exits_0_when_complete_and_1_when_a_layer_is_missing(run, tiny, tmp_path):
+    status, out, _ = run("audit", tiny)
+    assert status == 0 and out.splitlines()[-1] == "complete"
+
+    longer = json.loads((tiny / "config.json").read_text())
+    longer["text_config"] |= {
+        "num_hidden_layers": 6,
+        "layer_types": [*longer["text_config"]["layer_types"], "linear_attention"],
+        "mlp_layer_types": [*longer["text_config"]["mlp_layer_types"], "sparse"],
+        "indexer_types": [*longer["text_config"]["indexer_types"], "full"],
+        "num_nextn_predict_layers": 0,
+    }
+    del longer["text_config"]["linear_attn_config"]["kda_layers"]
+    other = tmp_path / "longer"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(longer))
+    for file in tiny.glob("*.safetensors*"):
+        (other / file.name).symlink_to(file)
+    status, out, _ = run("audit", other)
+    assert status == 1 and "layers.5." in out
+
+
+def test_audit_json_is_the_report(run, tiny):
+    status, out, _ = run("audit", tiny, "--json")
+    report = json.loads(out)
+    assert status == 0 and report["complete"] and report["missing"] == []
+
+
+def test_audit_of_some_layers_needs_only_those(run, tiny):
+    assert run("audit", tiny, "--layers", "0-3,5")[0] == 0
+    assert_one_line(*(run("audit", tiny, "--layers", "0-x")[i] for i in (0, 2)), "0-x")
+
+
+def test_convert_refuses_an_existing_destination_and_force_replaces_it(
+    run, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # a relative destination is fine
+    status, out, _ = run("convert", tiny, "orbax")
+    assert status == 0 and "172 leaves" in out
+    status, _, err = run("convert", tiny, "orbax")
+    assert_one_line(status, err, "orbax", "--force")
+    assert run("convert", tiny, "orbax", "--force", "--no-mtp")[0] == 0
+    assert run("verify", "orbax")[0] == 0
+    assert run("verify", "orbax", "--quick")[0] == 0
+    (tmp_path / "orbax" / "config.json").write_text("{}")
+    status, out, _ = run("verify", "orbax")
+    assert status == 1 and "config.json" in out
+
+
+def test_forward_writes_the_logits_that_the_model_gives(run, tiny, tmp_path):
+    import glm5_jax as glm
+
+    file = tmp_path / "prompts.txt"
+    file.write_text("5 6 7 8\n\n9,10\n")
+    out = tmp_path / "logits.npz"
+    status, _, _ = run("forward", tiny, "--tokens-file", file, "--out", out)
+    assert status == 0
+    saved = np.load(out)
+    np.testing.assert_array_equal(saved["tokens"], [[5, 6, 7, 8], [0, 0, 9, 10]])
+    np.testing.assert_array_equal(saved["mask"], [[1, 1, 1, 1], [0, 0, 1, 1]])
+    logits = glm.load(tiny)(saved["tokens"], saved["mask"])
+    np.testing.assert_array_equal(saved["logits"], logits)
+
+    status, text, _ = run("forward", tiny, "--tokens-file", file, "--top", 2)
+    lines = text.splitlines()
+    assert status == 0 and len(lines) == 6
+    assert f"→ {np.argmax(saved['logits'][1, 3])} (" in lines[-1]
+
+
+def test_forward_reads_an_array_of_tokens(run, tiny, tmp_path):
+    np.save(tmp_path / "t.npy", np.array([[1, 2], [3, 4]]))
+    assert len(run("forward", tiny, "--tokens-file", tmp_path / "t.npy")[1].splitlines()) == 4
+
+
+def test_budget_prints_the_released_totals(run):
+    release = packaged_config("glm5_3_flash")
+    status, out, _ = run("budget", release)
+    assert status == 0
+    for figure in ("321,323,031,390", "142,606,336", "5,013,504", "11,264", "5,643"):
+        assert figure in out
+    status, out, _ = run("budget", release, "--json")
+    assert status == 0 and json.loads(out)
+
+
+def test_make_tiny_in_transformers_names_holds_the_same_model(run, tiny, tmp_path):
+    import glm5_jax as glm
+
+    status, _, _ = run("make-tiny", tmp_path / "native", "--naming", "native")
+    assert status == 0
+    tokens = np.array([[3, 1, 4, 1]])
+    np.testing.assert_array_equal(glm.load(tmp_path / "native")(tokens), glm.load(tiny)(tokens))
+    status, _, err = run("make-tiny", tmp_path / "native")
+    assert_one_line(status, err, "native")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["audit", "/nowhere"], "/nowhere"),
+        (["forward", "{tiny}"], "--tokens"),
+        (["forward", "{tiny}", "--tokens", "1,x"], "1,x"),
+        (["forward", "{tiny}", "--tokens", "1,224"], "224"),
+        (["forward", "{tiny}", "--tokens", ""], "token ids"),
+        (["forward", "{tiny}", "--tokens-file", "{tiny}/none.txt"], "none.txt"),
+        (["forward", "{tiny}", "--tokens", "1", "--dtype", "float16"], "float16"),
+        (["convert", "{tiny}", "{tiny}/inside"], "inside"),
+        (["verify", "{tiny}"], "tiny"),
+        (["budget", "/nowhere.json"], "/nowhere.json"),
+        (["make-tiny", "/tmp/never-made", "--naming", "mine"], "mine"),
+        (["bench", "nothing"], "nothing"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(run, tiny, args, named):
+    status, _, err = run(*(arg.replace("{tiny}", str(tiny)) for arg in args))
+    assert_one_line(status, err, named)
+
+
+def test_demo_runs_and_agrees(run, tmp_path):
+    status, out, _ = run("demo", "--out", tmp_path / "demo")
+    assert status == 0 and "bit-identical" in out and "complete" in out
+    assert load_config(tmp_path / "demo" / "orbax") == load_config(tmp_path / "demo/safetensors")
+    status, _, err = run("demo", "--out", tmp_path / "demo")
+    assert_one_line(status, err, "demo")
