@@ -145,7 +145,14 @@ def hidden() -> np.ndarray:
 
 
 @pytest.fixture(scope="session")
-def call() -> Callable[..., Any]:
+def quick_jit() -> Callable[..., Any]:
+    """`jax.jit` with LLVM's optimisations off, which are most of the time of these tests."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    return functools.partial(jax.jit, compiler_options=options)
+
+
+@pytest.fixture(scope="session")
+def call(quick_jit) -> Callable[..., Any]:
     """`call(module, *args)` under jit: one compilation for a module and the shapes it is given."""
-    jitted = jax.jit(lambda module, *args: module(*args))
+    jitted = quick_jit(lambda module, *args: module(*args))
     return lambda module, *args: jax.tree.map(np.asarray, jitted(module, *args))

@@ -27,7 +27,8 @@ def check(counts, experts_per_token, width=5):
     chosen = chosen_with_counts(counts, experts_per_token)
     tokens = rng.standard_normal((len(chosen), width))
     weights = rng.standard_normal((len(counts), width, width))
-    expected = np.stack([[weights[e] @ x for e in row] for x, row in zip(tokens, chosen)])
+    pairs = zip(tokens, chosen, strict=True)
+    expected = np.stack([[weights[e] @ x for e in row] for x, row in pairs])
     got = apply_linear(weights, tokens, len(counts), jnp.asarray(chosen))
     np.testing.assert_allclose(got, expected, atol=1e-12)
 
@@ -72,7 +73,8 @@ def test_block_of_rows_is_computed_only_if_an_expert_has_pairs():
     computed = []
 
     def expert(index, rows):
-        jax.debug.callback(lambda e, n=len(rows): computed.append((int(e), n)), index)
+        n = len(rows)
+        jax.debug.callback(lambda e: computed.append((int(e), n)), index)
         return rows
 
     chosen = jnp.asarray(chosen_with_counts((0, 40, 0, 8, 0, 0, 0, 0), 2))
