@@ -65,8 +65,12 @@ class Staging:
 
     def _hold(self) -> IO[bytes]:
         """Open the journal and lock it: the lock goes with the process, however that ends."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        journal = open(self.root / JOURNAL, "a+b")  # noqa: SIM115 - open as long as it is locked
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            journal = open(self.root / JOURNAL, "a+b")  # noqa: SIM115 - open while it is locked
+        except OSError as error:
+            reason = error.strerror or error
+            raise CheckpointError(f"{self.root}: cannot be written: {reason}") from None
         try:
             fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

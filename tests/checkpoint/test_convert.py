@@ -331,6 +331,12 @@ def test_progress_counts_up_to_all_the_bytes(tmp_path, tiny):
     assert labels == ["outside the layers", *(f"layer {i}" for i in range(5)), "mtp", "passthrough"]
 
 
+def test_a_destination_that_cannot_be_made_is_refused_in_one_line(tmp_path, tiny):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot be written: Not a directory"):
+        convert(tiny(), tmp_path / "file" / "out")
+
+
 # Order.
 
 
