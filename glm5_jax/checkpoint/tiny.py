@@ -56,12 +56,13 @@ def make_tiny(
     float32. With more than one shard there is an index, as in a release. The MTP layer and the
     vision tower are written if the config has them. One shard is held in memory at a time.
 
-    Raises CheckpointError if `out` exists and is not an empty directory: nothing is overwritten.
+    Raises CheckpointError for an argument that makes no sense, and if `out` exists and is not an
+    empty directory: nothing is overwritten.
     """
     if naming not in ("released", "native"):
-        raise ValueError(f"naming: expected 'released' or 'native', got {naming!r}")
+        raise CheckpointError(f"naming: expected 'released' or 'native', got {naming!r}")
     if dtype not in _STORED_AS:
-        raise ValueError(f"dtype: expected 'bfloat16' or 'float32', got {dtype!r}")
+        raise CheckpointError(f"dtype: expected 'bfloat16' or 'float32', got {dtype!r}")
     raw, source = _read_config(config)
     model = parse_config(raw, source)
     out = Path(out).absolute()
@@ -100,7 +101,9 @@ def _read_config(
 def _shard(tensors: list[StoredSpec], shards: int) -> dict[str, list[StoredSpec]]:
     """Tensors by file, in order, the files of about equal size and none empty."""
     if not 1 <= shards <= len(tensors):
-        raise ValueError(f"shards: expected 1 to {len(tensors)} (one tensor each), got {shards}")
+        raise CheckpointError(
+            f"shards: expected 1 to {len(tensors)} (one tensor each), got {shards}"
+        )
     if shards == 1:
         return {"model.safetensors": tensors}
     sizes = [math.prod(tensor.shape) for tensor in tensors]

@@ -79,7 +79,7 @@ def test_as_many_shards_as_tensors_leaves_one_tensor_in_each(tmp_path, config_fi
     count = audit(make_tiny(tmp_path / "one", config)).total
     make_tiny(tmp_path / "many", config, shards=count)
     assert len(list((tmp_path / "many").glob("*.safetensors"))) == count
-    with pytest.raises(ValueError, match=f"shards: expected 1 to {count}"):
+    with pytest.raises(CheckpointError, match=f"shards: expected 1 to {count}"):
         make_tiny(tmp_path / "more", config, shards=count + 1)
 
 
