@@ -91,8 +91,9 @@ def prepare(
 
 def check_inputs(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array | None) -> None:
     """Raises TypeError for a dtype and ValueError for a shape that no implementation takes."""
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "state": state}
-    named = {name: x for name, x in named.items() if x is not None}
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    if state is not None:
+        named["state"] = state
     for name, x in named.items():
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"KDA expects floating-point inputs; {name} is {x.dtype}")

@@ -12,8 +12,8 @@ tokens, and an unbounded gate overflows it within one. It does split at any toke
 into two factors that are at most 1. So the chunk is halved again and again: at each level the rows
 of a block's second half meet the columns of its first half, split at the middle between the two.
 Every pair j < i meets at exactly one level. Each exponent is a sum over an interval, never a
-difference of running sums, so a huge decay beside a small one costs no digits. No clamp, no bound
-on g: the same numbers as the recurrence, up to rounding.
+difference of running sums, so a huge decay beside a small one costs no digits. Without any bound
+on g these are the numbers of the recurrence, up to rounding.
 
 (I + L)⁻¹ is built along the same halving from the inverses of the two halves, which is forward
 substitution by blocks. Its intermediates stay of the size of the result, also for parallel keys
@@ -31,8 +31,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.kda import base
 
-# Measured on a CPU: 64 costs half as much again; 16 saves a third, for twice the steps and twice the
-# states that the backward pass keeps.
+# Measured on a CPU: 64 costs half as much again; 16 saves a third, for twice the steps and twice
+# the states that the backward pass keeps.
 CHUNK = 32
 
 # exp is exactly 0 from here down, in float64 too: a floor that changes no decay, and keeps sums of
@@ -91,13 +91,11 @@ def _chunk(
 ) -> tuple[Float[Array, "*B C V"], Float[Array, "*B K V"]]:
     """The three lines at the top of this file."""
     C = g.shape[-2]
-    # Wherever both meet the same factors, q and k are the upper and lower half of one operand.
-    qk = jnp.concatenate([q, k], axis=-2)
     from_start = jnp.exp(_interval_sums(np.tri(C), g))
     to_end = jnp.exp(_interval_sums(np.tri(C, k=-1).T, g))
-    A, inverse = _attention_and_inverse(qk, g, beta)
+    A, inverse = _attention_and_inverse(q, k, g, beta)
 
-    q_S, k_S = _halves(_matmul(_scale_halves(qk, from_start), S))
+    q_S, k_S = _both_times(q * from_start, k * from_start, S)
     u = _matmul(inverse, beta[..., None] * (v - k_S))
     o = q_S + _matmul(A, u)
     S = from_start[..., -1, :, None] * S + _matmul(jnp.swapaxes(k * to_end, -1, -2), u)
@@ -105,21 +103,23 @@ def _chunk(
 
 
 def _attention_and_inverse(
-    qk: Float[Array, "*B 2*C K"], g: Float[Array, "*B C K"], beta: Float[Array, "*B C"]
+    q: Float[Array, "*B C K"],
+    k: Float[Array, "*B C K"],
+    g: Float[Array, "*B C K"],
+    beta: Float[Array, "*B C"],
 ) -> tuple[Float[Array, "*B C C"], Float[Array, "*B C C"]]:
     """A and (I + L)⁻¹ of the module docstring."""
     C = g.shape[-2]
-    eye = np.eye(C, dtype=g.dtype)
-    q, k = _halves(qk)
+    eye = jnp.eye(C, dtype=g.dtype)
     A = jnp.sum(q * k, axis=-1, keepdims=True) * eye
     inverse = jnp.broadcast_to(eye, A.shape)  # of the diagonal blocks, here of single tokens
     for n in (1 << level for level in range(C.bit_length() - 1)):
         intervals, crossing = _halving(C, n)
-        scaled = _scale_halves(qk, jnp.exp(_interval_sums(intervals, g)))
-        k_scaled = _halves(scaled)[1]
-        products = _matmul(scaled, jnp.swapaxes(k_scaled, -1, -2))
+        to_middle = jnp.exp(_interval_sums(intervals, g))
+        k_n = k * to_middle
         # Off the crossing pairs the products mean nothing, but they are finite.
-        A_n, L_n = (x * crossing.astype(g.dtype) for x in _halves(products))
+        products = _both_times(q * to_middle, k_n, jnp.swapaxes(k_n, -1, -2))
+        A_n, L_n = (x * crossing.astype(g.dtype) for x in products)
         L_n = beta[..., None] * L_n
         A = A + A_n
         # The inverse of [[X, 0], [L, Y]] is [[X⁻¹, 0], [−Y⁻¹ L X⁻¹, Y⁻¹]].
@@ -143,17 +143,13 @@ def _halving(C: int, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _interval_sums(intervals: np.ndarray, g: Float[Array, "*B C K"]) -> Float[Array, "*B C K"]:
     # A batched product by a constant: on a CPU several times faster than a cumulative sum.
-    intervals = jnp.broadcast_to(intervals.astype(g.dtype), (*g.shape[:-2], *intervals.shape))
-    return _matmul(intervals, g)
+    batched = jnp.broadcast_to(intervals.astype(g.dtype), (*g.shape[:-2], *intervals.shape))
+    return _matmul(batched, g)
 
 
-def _halves(x: Float[Array, "*B 2*C X"]) -> tuple[Float[Array, "*B C X"], Float[Array, "*B C X"]]:
-    C = x.shape[-2] // 2
-    return x[..., :C, :], x[..., C:, :]
-
-
-def _scale_halves(
-    qk: Float[Array, "*B 2*C K"], factor: Float[Array, "*B C K"]
-) -> Float[Array, "*B 2*C K"]:
-    *batch, C, K = factor.shape
-    return (qk.reshape(*batch, 2, C, K) * factor[..., None, :, :]).reshape(qk.shape)
+def _both_times(
+    q: Float[Array, "*B C K"], k: Float[Array, "*B C K"], x: Float[Array, "*B K X"]
+) -> tuple[Float[Array, "*B C X"], Float[Array, "*B C X"]]:
+    """`q @ x` and `k @ x` as one product."""
+    both = _matmul(jnp.concatenate([q, k], axis=-2), x)
+    return both[..., : q.shape[-2], :], both[..., q.shape[-2] :, :]
