@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
 from glm5_jax.numerics import oracle
 from glm5_jax.numerics.choices import discrete_gaps
@@ -23,6 +25,8 @@ from glm5_jax.numerics.random_models import randomize, write_checkpoint
 
 torch = pytest.importorskip("torch", reason="the oracle extra is not installed")
 pytest.importorskip("transformers.models.glm5_next", reason="the oracle extra is not installed")
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "parity"
 
 # One model with every kind of part: KDA, full and shared DSA, dense and routed MLP, groups, tail.
 EVERY_PART = {
@@ -259,6 +263,17 @@ def test_gradients_agree_with_finite_differences(exact, case, batch, tmp_path):
         indexer = "model.language_model.layers.1.self_attn.indexer.wk.weight"
         assert not stored.get_tensor(indexer).any()
     assert 1 < loss < 12
+
+
+def test_committed_golden_vectors_are_what_the_oracle_says():
+    names = sorted(path for path in GOLDEN.iterdir() if path.is_dir())
+    assert len(names) == 3
+    for path in names:
+        expected = load_file(path.with_suffix(".safetensors"))
+        logits = oracle_logits(oracle_model(path, "float64"), expected["tokens"], expected["mask"])[
+            expected["mask"] == 1
+        ]
+        np.testing.assert_allclose(logits, expected["logits"], atol=1e-12)
 
 
 def test_oracle_refuses_to_judge_with_invented_weights(case, tmp_path):
