@@ -1,0 +1,129 @@
+"""Parity would not hold by accident: every planted mistake breaks it by a wide margin."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import glm5_jax
+from glm5_jax.checkpoint.tiny import packaged_config
+from glm5_jax.model import TextModel
+from glm5_jax.numerics.choices import discrete_gaps
+from glm5_jax.numerics.mistakes import MISTAKES, planted
+from glm5_jax.numerics.oracle import build_oracle, oracle_model, oracle_sites
+from glm5_jax.numerics.random_models import randomize, write_checkpoint
+
+torch = pytest.importorskip("torch", reason="the oracle extra is not installed")
+pytest.importorskip("transformers.models.glm5_next", reason="the oracle extra is not installed")
+
+TOLERANCE = 1e-10  # of the logits' scale
+WIDE = 1e-6
+# One layer each, small enough to compile for every mistake. An eps, a bound or an iteration more
+# or less has to matter, so they are large, small and few.
+COMMON = {
+    "num_hidden_layers": 1,
+    "indexer_types": ["full"],
+    "num_nextn_predict_layers": 0,
+    "rms_norm_eps": 1e-3,
+    "hc_eps": 1e-2,
+    "hc_sinkhorn_iters": 3,
+    "swiglu_limit": 1.0,
+}
+LAYERS = {
+    "kda": {"layer_types": ["linear_attention"], "mlp_layer_types": ["dense"]},
+    "dsa": {
+        "layer_types": ["deepseek_sparse_attention"],
+        "mlp_layer_types": ["sparse"],
+        "n_group": 4,
+        "topk_group": 2,
+    },
+}
+# By the end of a parameter's name: a scale at which the eps of the norm behind it matters.
+SHRINK = {"indexer.wk.weight": 3e-3, "conv1d.weight": 0.1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """A model of one layer, a batch, and the oracle's logits of its real tokens."""
+
+    model: TextModel
+    tokens: np.ndarray
+    mask: np.ndarray
+    truth: np.ndarray
+
+    def error(self) -> float:
+        """How far our logits are from the oracle's, as a part of their scale."""
+        # Most of the time here is compilation, and most of that LLVM's optimisations.
+        options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+        run = jax.jit(lambda model, *batch: model(*batch), compiler_options=options)
+        logits = np.asarray(run(self.model, self.tokens, self.mask))[self.mask]
+        return float(np.abs(logits - self.truth).max() / np.abs(self.truth).max())
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    def make(layer):
+        raw = json.loads(packaged_config("tiny").read_text())
+        raw["text_config"] |= COMMON | LAYERS[layer]
+        del raw["text_config"]["first_k_dense_replace"]
+        model = randomize(build_oracle(raw), 0)
+        with torch.no_grad():
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                for ending, factor in SHRINK.items():
+                    if name.endswith(ending):
+                        tensor *= factor
+        directory = write_checkpoint(model, tmp_path_factory.mktemp(layer))
+        # No token twice in a row: equal tokens would make equal pools in a first layer.
+        rng = np.random.default_rng(0)
+        tokens = np.stack([rng.permutation(raw["text_config"]["vocab_size"])[:45] for _ in "ab"])
+        mask = np.ones(tokens.shape, bool)
+        mask[1, :6] = False
+        sites = oracle_sites(oracle_model(directory, "float64"), tokens, mask)
+        assert all(gap.relative > 1e-9 for gap in discrete_gaps(sites, mask).values())
+        ours = glm5_jax.load(directory, dtype="float64")
+        return Judged(ours, tokens, mask, sites["final.head"][mask])
+
+    return {layer: make(layer) for layer in LAYERS}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_parity_holds_without_a_mistake(judged, layer):
+    assert judged[layer].error() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_breaks_parity(judged, name):
+    step = (MISTAKES[name].module, MISTAKES[name].attribute)
+    is_of_kda = "kda" in step[0] or step[1] == "gated_rms_norm"
+    with planted(name):
+        assert judged["kda" if is_of_kda else "dsa"].error() > WIDE
+
+
+def test_mistake_ends_with_its_context(judged):
+    calls = []
+
+    def modules():
+        ours = [m for n, m in sys.modules.items() if n.startswith(("glm5_jax.", "pallas_"))]
+        return [{k: id(v) for k, v in vars(m).items()} for m in ours]
+
+    before = modules()
+    with pytest.raises(ZeroDivisionError), planted("comb_not_transposed") as mistake:
+        assert modules() != before
+        calls.append(mistake.name)
+        raise ZeroDivisionError
+    assert calls == ["comb_not_transposed"]
+    assert modules() == before
+    assert judged["dsa"].error() < TOLERANCE
+
+
+def test_model_that_was_compiled_before_makes_the_mistake_too(judged):
+    case = judged["dsa"]
+    right = np.asarray(case.model(case.tokens, case.mask))
+    with planted("tail_dropped"):
+        wrong = np.asarray(case.model(case.tokens, case.mask))
+    again = np.asarray(case.model(case.tokens, case.mask))
+    assert np.abs(wrong - right).max() > 0.01
+    np.testing.assert_array_equal(again, right)
