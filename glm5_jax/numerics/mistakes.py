@@ -139,11 +139,24 @@ def pre_and_post_swapped(streams, fn, base, scale, **kwargs):
 
 @_instead_of(sinkhorn)
 def sinkhorn_rows_first(logits, iterations, eps):
-    """Every iteration scales rows, then columns, also the first."""
+    """Every iteration scales rows, then columns, also the first.
+
+    The softmax has made the rows equal already: all that shows is `hc_eps`.
+    """
     comb = jax.nn.softmax(logits, axis=-1) + eps
     for _ in range(iterations):
         comb = comb / (jnp.sum(comb, axis=-1, keepdims=True) + eps)
         comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
+    return comb
+
+
+@_instead_of(sinkhorn)
+def sinkhorn_rows_last(logits, iterations, eps):
+    """Every iteration scales columns, then rows."""
+    comb = jax.nn.softmax(logits, axis=-1) + eps
+    for _ in range(iterations):
+        comb = comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
+        comb = comb / (jnp.sum(comb, axis=-1, keepdims=True) + eps)
     return comb
 
 

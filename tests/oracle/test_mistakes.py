@@ -42,7 +42,12 @@ LAYERS = {
     },
 }
 # By the end of a parameter's name: a scale at which the eps of the norm behind it matters.
-SHRINK = {"indexer.wk.weight": 3e-3, "conv1d.weight": 0.1}
+SHRINK = {"indexer.wk.weight": 3e-3, "conv1d.weight": 0.03}
+
+
+# Most of the time here is compilation, and most of that LLVM's optimisations.
+OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+run = jax.jit(TextModel.__call__, compiler_options=OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,9 +61,6 @@ class Judged:
 
     def error(self) -> float:
         """How far our logits are from the oracle's, as a part of their scale."""
-        # Most of the time here is compilation, and most of that LLVM's optimisations.
-        options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        run = jax.jit(lambda model, *batch: model(*batch), compiler_options=options)
         logits = np.asarray(run(self.model, self.tokens, self.mask))[self.mask]
         return float(np.abs(logits - self.truth).max() / np.abs(self.truth).max())
 
@@ -102,28 +104,22 @@ def test_mistake_breaks_parity(judged, name):
         assert judged["kda" if is_of_kda else "dsa"].error() > WIDE
 
 
-def test_mistake_ends_with_its_context(judged):
-    calls = []
+def test_mistake_lasts_as_long_as_its_context(judged):
+    def ours():
+        modules = [m for n, m in sys.modules.items() if n.startswith(("glm5_jax.", "pallas_"))]
+        return [{key: id(value) for key, value in vars(m).items()} for m in modules]
 
-    def modules():
-        ours = [m for n, m in sys.modules.items() if n.startswith(("glm5_jax.", "pallas_"))]
-        return [{k: id(v) for k, v in vars(m).items()} for m in ours]
-
-    before = modules()
-    with pytest.raises(ZeroDivisionError), planted("comb_not_transposed") as mistake:
-        assert modules() != before
-        calls.append(mistake.name)
+    before = ours()
+    assert judged["dsa"].error() < TOLERANCE  # compiled without it, and to be compiled again
+    with pytest.raises(ZeroDivisionError), planted("tail_dropped") as mistake:
+        assert mistake.attribute == "select_tokens"
+        assert ours() != before
+        assert judged["dsa"].error() > WIDE
         raise ZeroDivisionError
-    assert calls == ["comb_not_transposed"]
-    assert modules() == before
+    assert ours() == before
     assert judged["dsa"].error() < TOLERANCE
 
 
-def test_model_that_was_compiled_before_makes_the_mistake_too(judged):
-    case = judged["dsa"]
-    right = np.asarray(case.model(case.tokens, case.mask))
-    with planted("tail_dropped"):
-        wrong = np.asarray(case.model(case.tokens, case.mask))
-    again = np.asarray(case.model(case.tokens, case.mask))
-    assert np.abs(wrong - right).max() > 0.01
-    np.testing.assert_array_equal(again, right)
+def test_unknown_mistake_is_a_key_error():
+    with pytest.raises(KeyError, match="no_such"), planted("no_such"):
+        pass
