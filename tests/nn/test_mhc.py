@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5_jax.nn import mhc
-from glm5_jax.nn.mhc import collapse, expand
+from glm5_jax.nn.mhc import collapse, expand, mean_streams
 
 # Compiled whole: cheaper than one compilation for each of their operations.
 coefficients = jax.jit(mhc.coefficients, static_argnames="iterations")
@@ -190,6 +190,14 @@ def test_collapse_of_bfloat16_streams_sums_in_float32():
     out = collapse(streams, jnp.ones((1, 1, 3), jnp.float32))
     assert out.dtype == jnp.bfloat16
     assert float(out[0, 0, 0]) == 258.0
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float64])
+def test_last_collapse_is_a_mean_without_weights(dtype):
+    streams = jnp.array([256.0, 1.0, 1.0, 6.0], dtype).reshape(1, 1, 4, 1)
+    out = mean_streams(streams)
+    assert out.dtype == dtype
+    assert float(out[0, 0, 0]) == 66.0  # 256 + 1 + 1 is 256 in bfloat16
 
 
 def test_expand_casts_its_coefficients_to_the_streams_dtype_and_mixes_in_float32():
