@@ -20,6 +20,7 @@ from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 from glm5_jax.config import load_config
 from glm5_jax.model import TextModel, load
 
+TURN_SECONDS = 0.5
 _ORACLE = "transformers on the same CPU"
 
 
@@ -146,14 +147,20 @@ BENCHES: dict[str, Callable[..., list[Timing]]] = {
 
 
 def _alternate(ours: Callable[[], Any], peer: Callable[[], Any], repeats: int) -> tuple[float, ...]:
-    """Median seconds of both, called in turn after one warm-up call each."""
+    """Median seconds of a call of each, timed in turn after one warm-up turn.
+
+    A turn repeats the call for at least `TURN_SECONDS`, so that a short one is not timed on the
+    caches that a long one left behind.
+    """
     seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(repeats + 1):
         for call, times in zip((ours, peer), seconds, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(call())
+            calls, elapsed, start = 0, 0.0, time.perf_counter()
+            while elapsed < TURN_SECONDS:
+                jax.block_until_ready(call())
+                calls, elapsed = calls + 1, time.perf_counter() - start
             if turn:
-                times.append(time.perf_counter() - start)
+                times.append(elapsed / calls)
     return tuple(statistics.median(times) for times in seconds)
 
 

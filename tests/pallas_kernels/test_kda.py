@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
 from pallas_kernels.kda import chunk_kda, kda_gate, l2_normalize, recurrent_kda
-from pallas_kernels.kda.xla import CHUNK
+from pallas_kernels.kda.xla import CHUNK, SEGMENT
 
 T = 130  # whole chunks and two tokens more; most tests share its compilation
 
@@ -286,14 +286,15 @@ def test_gradients_equal_those_of_the_recurrence(float64, kda_arguments, cast, r
         assert_allclose(ours[name], x, rtol=0, atol=1e-9 * min(scale, 1), err_msg=name)
 
 
-def test_backward_keeps_the_inputs_and_one_state_per_chunk(float32, kda_arguments, cast):
+def test_backward_keeps_the_inputs_and_one_state_per_segment(float32, kda_arguments, cast):
     def kept(tokens):
         arguments = cast(kda_arguments(tokens), jnp.float32)
         residuals = jax.eval_shape(lambda x: jax.vjp(lambda x: chunk_kda(**x)[0], x)[1], arguments)
         return sum(x.size for x in jax.tree.leaves(residuals))
 
-    tokens, state = CHUNK * 2 * 2 * (8 + 8 + 12 + 8 + 1), 2 * 2 * 8 * 12
-    assert kept(6 * CHUNK) - kept(5 * CHUNK) == tokens + state
+    segment = CHUNK * SEGMENT
+    tokens, state = segment * 2 * 2 * (8 + 8 + 12 + 8 + 1), 2 * 2 * 8 * 12
+    assert kept(6 * segment) - kept(5 * segment) == tokens + state
 
 
 # Dtypes, batches, transformations.
