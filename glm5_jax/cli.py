@@ -9,13 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from glm5_jax.errors import CheckpointError, ConfigError
+from glm5_jax.specs import Naming
 
 app = typer.Typer(
     name="glm5-jax",
@@ -124,7 +126,7 @@ def forward(
 
     model = load(directory, dtype=dtype)
     try:
-        logits = model(batch, mask)
+        logits = np.asarray(model(batch, mask))
     except ValueError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     if out is None:
@@ -174,7 +176,14 @@ def make_tiny(
     from glm5_jax.checkpoint.tiny import make_tiny
 
     try:
-        path = make_tiny(out, config, naming=naming, shards=shards, seed=seed, dtype=dtype)
+        path = make_tiny(
+            out,
+            config,
+            naming=cast(Naming, naming),  # refused there if it is none
+            shards=shards,
+            seed=seed,
+            dtype=cast(Literal["bfloat16", "float32"], dtype),
+        )
     except ValueError as error:
         raise CheckpointError(str(error)) from error
     print(path)

@@ -23,6 +23,7 @@ from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import (
     Activations,
+    GivenMask,
     Logits,
     Mask,
     Record,
@@ -102,7 +103,9 @@ class TextModel(nnx.Module):
         self.lm_head = params("lm_head")
 
     @classmethod
-    def from_leaves(cls, config: ModelConfig, arrays: Mapping[str, jax.Array]) -> "TextModel":
+    def from_leaves(
+        cls, config: ModelConfig, arrays: Mapping[str, jax.Array | np.ndarray]
+    ) -> "TextModel":
         """The model with the arrays of a parameter tree, keyed by path (`layers.0.attn.q_proj`).
 
         Raises ValueError when a leaf is missing, left over, or has another shape than its spec.
@@ -124,7 +127,7 @@ class TextModel(nnx.Module):
         return model
 
     def __call__(
-        self, tokens: Tokens, mask: Mask | None = None, *, record: Record | None = None
+        self, tokens: Tokens, mask: GivenMask | None = None, *, record: Record | None = None
     ) -> Logits:
         """Logits of every position, float32 (float64 for a float64 model).
 
@@ -228,7 +231,7 @@ def head_logits(x: Activations, lm_head: jax.Array) -> Logits:
 def _mixer(layer: SkeletonLayer, config: ModelConfig, params: Params) -> KDA | DSA:
     if layer.mixer == "kda":
         return KDA(config, params)
-    return DSA(config, params, layer.indexer)
+    return DSA(config, params, owns_indexer=layer.indexer == "full")
 
 
 def _feed_forward(layer: SkeletonLayer, config: ModelConfig, params: Params) -> MoE | SwiGLU:
@@ -240,7 +243,7 @@ def _note(record: Record | None, name: str, value: jax.Array) -> None:
         record(name, value)
 
 
-def _checked_mask(tokens: Tokens, mask: Mask | None, vocab_size: int) -> Mask:
+def _checked_mask(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> Mask:
     if tokens.ndim != 2:
         raise ValueError(f"tokens: expected shape [B, T], got {tokens.shape}")
     if not isinstance(tokens, jax.core.Tracer):

@@ -17,20 +17,12 @@ def read_tokens(text: str | None, file: Path | None) -> tuple[np.ndarray, np.nda
     Raises:
         CheckpointError: not exactly one of the two is given, or something in it is no token id.
     """
-    if (text is None) == (file is None):
-        raise CheckpointError("give either --tokens or --tokens-file")
-    if text is not None:
+    if text is not None and file is None:
         rows = [_ids(text, "--tokens")]
-    elif file.suffix == ".npy":
-        rows = _array_rows(file)
+    elif file is not None and text is None:
+        rows = _array_rows(file) if file.suffix == ".npy" else _line_rows(file)
     else:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise CheckpointError(
-                f"{file}: expected token ids, got binary data"
-            ) from error
-        rows = [_ids(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+        raise CheckpointError("give either --tokens or --tokens-file")
     if not rows or not all(rows):
         raise CheckpointError(f"{file or '--tokens'}: expected token ids, got none")
     length = max(map(len, rows))
@@ -73,6 +65,14 @@ def _ids(line: str, where: str) -> list[int]:
         return [int(word) for word in line.replace(",", " ").split()]
     except ValueError as error:
         raise CheckpointError(f"{where}: expected token ids, got {line.strip()!r}") from error
+
+
+def _line_rows(file: Path) -> list[list[int]]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: expected token ids, got binary data") from error
+    return [_ids(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def _array_rows(file: Path) -> list[list[int]]:

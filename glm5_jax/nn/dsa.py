@@ -11,6 +11,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.nn.indexer import Indexer
 from glm5_jax.nn.linear import full_precision, linear
 from glm5_jax.nn.norms import rms_norm
+from glm5_jax.nn.padding import mask_padding
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import Activations, Mask, Record, Selection, wide
 
@@ -88,9 +89,9 @@ def selected_attention(
 
 
 class DSA(nnx.Module):
-    """The DSA mixer. With `indexer` "shared" it owns no indexer and is given a selection."""
+    """The DSA mixer. Without an indexer of its own it is given another layer's selection."""
 
-    def __init__(self, config: ModelConfig, params: Params, indexer: str):
+    def __init__(self, config: ModelConfig, params: Params, owns_indexer: bool):
         self.heads = config.num_attention_heads
         self.nope = config.qk_nope_head_dim
         self.eps = config.rms_norm_eps
@@ -101,7 +102,7 @@ class DSA(nnx.Module):
         self.kv_a_norm = params("kv_a_norm")
         self.kv_b_proj = params("kv_b_proj")
         self.o_proj = params("o_proj")
-        self.indexer = Indexer(config, params.at("indexer")) if indexer == "full" else None
+        self.indexer = Indexer(config, params.at("indexer")) if owns_indexer else None
 
     def __call__(
         self,
@@ -115,7 +116,7 @@ class DSA(nnx.Module):
         Sites `latent`, those of the indexer, `selection`, `o` (before the output projection).
         """
         # A padded position may hold anything; its key is masked, but 0 · NaN would not be.
-        x = jnp.where(mask[..., None], x, 0)
+        x = mask_padding(x, mask)
         qr = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], self.eps)
         q = linear(qr, self.q_b_proj[...]).reshape(*x.shape[:2], self.heads, -1)
         latent = rms_norm(linear(x, self.kv_a_proj[...]), self.kv_a_norm[...], self.eps)

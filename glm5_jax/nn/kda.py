@@ -8,9 +8,18 @@ from jaxtyping import Array, Float
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
+from glm5_jax.nn.padding import mask_padding
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import Activations, Mask, Record, wide
 from pallas_kernels.kda import chunk_kda, kda_gate
+
+
+def split_conv(weight: Float[Array, "C3 K"]) -> list[Float[Array, "C K"]]:
+    """The taps of q, k and v: the rows of the stored convolution, in this order.
+
+    All three have one shape, so another order would pass every check but the numbers.
+    """
+    return jnp.split(weight, 3)
 
 
 def causal_conv(x: Float[Array, "B T C"], weight: Float[Array, "C K"]) -> Float[Array, "B T C"]:
@@ -58,14 +67,13 @@ class KDA(nnx.Module):
         Sites `q k v` (after the convolution), `g` (log-decay), `beta`, `state` (after the last
         token), `o` (of the recurrence).
         """
-        # Zeros, so that the convolution sees what it sees before the first token.
-        x = jnp.where(mask[..., None], x, 0)
+        x = mask_padding(x, mask)
 
-        # The order of the fused convolution's channels is q, k, v; all three have one shape, so
-        # another order would pass every check but the numbers.
-        qkv = [linear(x, w[...]) for w in (self.q_proj, self.k_proj, self.v_proj)]
-        qkv = causal_conv(jnp.concatenate(qkv, axis=-1), self.conv[...])
-        q, k, v = (self._by_head(h) for h in jnp.split(qkv, 3, axis=-1))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            self._by_head(causal_conv(linear(x, projection[...]), conv))
+            for projection, conv in zip(projections, split_conv(self.conv[...]), strict=True)
+        )
 
         f = self._by_head(linear(linear(x, self.f_a_proj[...]), self.f_b_proj[...]))
         g = kda_gate(f, self.A_log[...], self.dt_bias[...], self.lower_bound)
@@ -74,7 +82,7 @@ class KDA(nnx.Module):
 
         gate = self._by_head(linear(linear(x, self.g_a_proj[...]), self.g_b_proj[...]))
         y = gated_rms_norm(o, gate, self.o_norm[...], self.eps)
-        if record is not None:
+        if record is not None and state is not None:
             for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
                 record(name, value)
         return linear(y.reshape(*x.shape[:2], -1), self.o_proj[...])

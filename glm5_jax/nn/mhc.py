@@ -6,6 +6,7 @@ the doubly stochastic matrices by Sinkhorn's iteration). Coefficients are float3
 dtype.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -105,8 +106,9 @@ def expand(
 
 def _sum_streams(terms: Float[Array, "B T M *_"], axis: int = -2) -> Float[Array, "B T *_"]:
     """The sum over M few terms, unrolled: XLA's CPU reduction over a middle axis is slow."""
-    return sum(
-        jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])
+    return functools.reduce(
+        jnp.add,
+        (jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])),
     )
 
 

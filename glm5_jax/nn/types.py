@@ -11,13 +11,16 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 Activations: TypeAlias = Float[Array, "B T X"]
 Streams: TypeAlias = Float[Array, "B T M X"]
 Mask: TypeAlias = Bool[Array, "B T"]
-Tokens: TypeAlias = Int[Array, "B T"]
+Tokens: TypeAlias = Int[Array | np.ndarray, "B T"]
+GivenMask: TypeAlias = Shaped[Array | np.ndarray, "B T"]
+"""What users pass: of booleans or of 0 and 1."""
 Selection: TypeAlias = Int[Array, "B T W"]
 Logits: TypeAlias = Float[Array, "B T Vo"]
 

@@ -30,9 +30,10 @@ from glm5_jax.nn.indexer import (
     select_tokens,
     visible_pools,
 )
-from glm5_jax.nn.kda import causal_conv, input_gate
+from glm5_jax.nn.kda import causal_conv, input_gate, split_conv
 from glm5_jax.nn.mhc import coefficients, expand, mean_streams, sinkhorn
 from glm5_jax.nn.norms import gated_rms_norm, layer_norm, normalize, rms_norm
+from glm5_jax.nn.padding import mask_padding
 from pallas_kernels.kda import chunk_kda, kda_gate, l2_normalize
 from pallas_kernels.kda.base import prepare
 
@@ -208,11 +209,17 @@ def output_gate_silu(x, gate, weight, eps):
 # ---- KDA
 
 
-@_instead_of(causal_conv)
-def query_and_key_taps_swapped(x, weight):
-    """The fused convolution's taps are taken in the order k, q, v."""
-    q, k, v = jnp.split(weight, 3)
-    return causal_conv(x, jnp.concatenate([k, q, v]))
+@_instead_of(mask_padding)
+def padding_not_zeroed(x, mask):
+    """Padded tokens enter the convolution and the state."""
+    return x
+
+
+@_instead_of(split_conv)
+def query_and_key_taps_swapped(weight):
+    """The stored convolution's taps are taken in the order k, q, v."""
+    q, k, v = split_conv(weight)
+    return [k, q, v]
 
 
 @_instead_of(causal_conv)

@@ -98,8 +98,8 @@ def test_parity_holds_without_a_mistake(judged, layer):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_breaks_parity(judged, name):
-    step = (MISTAKES[name].module, MISTAKES[name].attribute)
-    is_of_kda = "kda" in step[0] or step[1] == "gated_rms_norm"
+    mistake = MISTAKES[name]
+    is_of_kda = "kda" in mistake.module or mistake.attribute in ("gated_rms_norm", "mask_padding")
     with planted(name):
         assert judged["kda" if is_of_kda else "dsa"].error() > WIDE
 
