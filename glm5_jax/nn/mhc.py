@@ -36,15 +36,19 @@ def sinkhorn(logits: Float[Array, "*b M M"], iterations: int, eps: float) -> Flo
     times rows, columns; every divisor has `+ eps`. So with one iteration only columns are scaled,
     and the last scaling is always that of the columns.
     """
-    comb = jax.nn.softmax(logits, axis=-1) + eps
+    M = logits.shape[-1]
+    # Tokens last: loops over M×M numbers are short, loops over tokens are long and vectorise.
+    comb = jnp.moveaxis(logits.reshape(-1, M, M), 0, -1)
+    comb = jax.nn.softmax(comb, axis=1) + eps
 
     def columns(comb):
-        return comb / (jnp.sum(comb, axis=-2, keepdims=True) + eps)
+        return comb / (jnp.sum(comb, axis=0, keepdims=True) + eps)
 
     def rows_then_columns(comb, _):
-        return columns(comb / (jnp.sum(comb, axis=-1, keepdims=True) + eps)), None
+        return columns(comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)), None
 
-    return jax.lax.scan(rows_then_columns, columns(comb), length=iterations - 1)[0]
+    comb = jax.lax.scan(rows_then_columns, columns(comb), length=iterations - 1)[0]
+    return jnp.moveaxis(comb, -1, 0).reshape(logits.shape)
 
 
 def coefficients(
