@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -142,17 +141,3 @@ def mask() -> np.ndarray:
 def hidden() -> np.ndarray:
     """[3, 23, 24] float64: the input of a mixer or a feed-forward layer."""
     return np.random.default_rng(2).standard_normal((3, 23, SMALL["hidden_size"]))
-
-
-@pytest.fixture(scope="session")
-def quick_jit() -> Callable[..., Any]:
-    """`jax.jit` with LLVM's optimisations off, which are most of the time of these tests."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return functools.partial(jax.jit, compiler_options=options)
-
-
-@pytest.fixture(scope="session")
-def call(quick_jit) -> Callable[..., Any]:
-    """`call(module, *args)` under jit: one compilation for a module and the shapes it is given."""
-    jitted = quick_jit(lambda module, *args: module(*args))
-    return lambda module, *args: jax.tree.map(np.asarray, jitted(module, *args))
