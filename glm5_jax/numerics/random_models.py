@@ -129,8 +129,9 @@ def random_batch(
     max_length: int = 150,
     max_batch: int = 3,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens [B, T] int32 and a mask [B, T] int32 or None: length 1 to `max_length`, left padding.
+    """Tokens [B, T] int32 and a mask [B, T] int32 or None: length 1 to `max_length`.
 
+    Most batches have left padding, and some of those right padding as well.
     Where the first layer is DSA a row repeats no token: before any state, equal tokens have equal
     index keys, and pools of them tie.
     """
@@ -139,15 +140,17 @@ def random_batch(
     batch = int(rng.integers(1, max_batch + 1))
     # Half of them short (few pools, partial chunks), half long (sparse choices, several chunks).
     longest = max_length if rng.random() < 0.5 else min(max_length, 24)
-    length = int(rng.integers(1, longest + 1))
+    length = 1 if rng.random() < 0.05 else int(rng.integers(1, longest + 1))
     repeats = text["layer_types"][0] == "linear_attention"
     rows = [rng.choice(text["vocab_size"], size=length, replace=repeats) for _ in range(batch)]
     tokens = np.stack(rows).astype(np.int32)
     # The oracle drops the mask of a one-token batch, so that padding starts at two.
     if length == 1 or rng.random() < 0.3:
         return tokens, None
-    padding = rng.integers(0, length, size=(batch, 1))
-    return tokens, (np.arange(length) >= padding).astype(np.int32)
+    first = rng.integers(0, length, size=(batch, 1))
+    end = length if rng.random() < 0.6 else rng.integers(first + 1, length + 1)
+    position = np.arange(length)
+    return tokens, ((position >= first) & (position < end)).astype(np.int32)
 
 
 def randomize(model: Oracle, seed: int | Rng, *, bias_offset: float = 0.0) -> Oracle:

@@ -62,17 +62,19 @@ def test_our_config_reads_every_one():
         assert len(parsed.layer_types) == config["text_config"]["num_hidden_layers"]
 
 
-def test_batches_are_left_padded_and_never_empty():
-    lengths, padded_alone = set(), 0
+def test_batches_are_padded_on_both_sides_and_no_row_is_empty():
+    lengths, padded_alone, padded_right = set(), 0, 0
     for seed, config in enumerate(CONFIGS):
         tokens, mask = random_batch(config, seed)
         assert tokens.shape[0] in (1, 2, 3)
         assert 0 <= tokens.min() <= tokens.max() < config["text_config"]["vocab_size"]
         lengths.add(tokens.shape[1])
         if mask is not None:
-            assert mask[:, -1].all()
-            assert (np.diff(mask, axis=1) >= 0).all()
+            assert mask.any(axis=1).all()
+            assert ((np.diff(mask, axis=1, prepend=0) == 1).sum(axis=1) == 1).all()
             padded_alone += tokens.shape[0] == 1 and not mask.all()
+            padded_right += not mask[:, -1].all()
     assert min(lengths) == 1
     assert max(lengths) > 140
     assert padded_alone > 10
+    assert 20 < padded_right < 100

@@ -28,6 +28,7 @@ Sites = dict[str, np.ndarray]
 class Case:
     """A random model as transformers saved it, a batch for it, and what both engines make of it."""
 
+    seed: int
     config: dict[str, Any]
     directory: Path
     tokens: np.ndarray
@@ -108,13 +109,16 @@ def one_torch_thread():
 
 @pytest.fixture(scope="session")
 def make_case(tmp_path_factory) -> Callable[..., Case]:
-    """`make_case(config, seed)`: random weights and a random batch for a config dictionary."""
+    """`make_case(config, seed)`: random weights and a random batch for a config dictionary.
 
-    def make(config: dict[str, Any], seed: int | np.random.Generator) -> Case:
-        rng = np.random.default_rng(seed)
+    With `rng` the draws go on where the config's ended.
+    """
+
+    def make(config: dict[str, Any], seed: int, rng: np.random.Generator | None = None) -> Case:
+        rng = np.random.default_rng(seed) if rng is None else rng
         model = randomize(build_oracle(config), rng)
         directory = write_checkpoint(model, tmp_path_factory.mktemp("model"))
-        return Case(config, directory, *random_batch(config, rng))
+        return Case(seed, config, directory, *random_batch(config, rng))
 
     return make
 
@@ -126,7 +130,7 @@ def random_case(make_case) -> Callable[..., Case]:
     @functools.cache
     def plain(seed: int) -> Case:
         rng = np.random.default_rng(seed)
-        return make_case(random_config(rng), rng)
+        return make_case(random_config(rng), seed, rng)
 
     def changed(seed: int, **changes: Any) -> Case:
         if not changes:
@@ -134,6 +138,6 @@ def random_case(make_case) -> Callable[..., Case]:
         rng = np.random.default_rng(seed)
         config = random_config(rng)
         config["text_config"].update(changes)
-        return make_case(config, rng)
+        return make_case(config, seed, rng)
 
     return changed
