@@ -1,15 +1,22 @@
-"""Settings of the whole test run: CPU only, and 64-bit types, which float64 models need.
+"""Settings of the whole test run, which must be made before JAX makes its first array.
 
-Both must be set before JAX makes its first array.
+CPU only, 64-bit types, which float64 models need, and code that XLA generates in a hurry: nearly
+all the time of these tests is compilation, and this way it is a quarter. What the numbers are is
+the same, but for the order of sums; tests marked `codegen`, whose results hang on that, run once
+more with the code that users run (test_codegen.py). An XLA_FLAGS of one's own, empty or not, holds.
 """
 
-import functools
 import os
 from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+)
 
 import jax
 import numpy as np
@@ -19,14 +26,7 @@ jax.config.update("jax_enable_x64", True)
 
 
 @pytest.fixture(scope="session")
-def quick_jit() -> Callable[..., Any]:
-    """`jax.jit` with LLVM's optimisations off, which are most of the time of these tests."""
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-    return functools.partial(jax.jit, compiler_options=options)
-
-
-@pytest.fixture(scope="session")
-def call(quick_jit) -> Callable[..., Any]:
+def call() -> Callable[..., Any]:
     """`call(module, *args)` under jit: one compilation for a module and the shapes it is given."""
-    jitted = quick_jit(lambda module, *args: module(*args))
+    jitted = jax.jit(lambda module, *args: module(*args))
     return lambda module, *args: jax.tree.map(np.asarray, jitted(module, *args))

@@ -8,6 +8,8 @@ from safetensors.numpy import load_file
 
 import glm5_jax
 
+pytestmark = pytest.mark.codegen
+
 GOLDEN = Path(__file__).parent / "golden" / "parity"
 NAMES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
 

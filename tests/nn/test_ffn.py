@@ -172,6 +172,7 @@ def test_mixture_equals_the_reference(small, call, hidden):
     np.testing.assert_allclose(call(small.model.layers[1].ffn, x), expected, atol=1e-12)
 
 
+@pytest.mark.codegen
 def test_a_token_does_not_depend_on_the_tokens_beside_it(small, call, hidden):
     together = call(small.model.layers[1].ffn, hidden)
     changed = hidden.copy()

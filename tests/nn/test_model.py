@@ -37,8 +37,8 @@ TWO_LAYERS = {
 
 
 @pytest.fixture(scope="module")
-def logits(quick_jit):
-    run = quick_jit(lambda model, tokens, mask: model(tokens, mask))
+def logits():
+    run = jax.jit(lambda model, tokens, mask: model(tokens, mask))
 
     def call(model, tokens, mask=None):
         mask = np.ones(tokens.shape, bool) if mask is None else mask
@@ -115,15 +115,17 @@ def test_nan_in_the_embedding_of_a_padded_token_reaches_no_real_one(
 
 @pytest.fixture(scope="module")
 def eight(build, tokens):
-    """float32 logits of one row eight times, optimised as for a user."""
+    """float32 logits of one row eight times."""
     model = build("float32", **TWO_LAYERS).model
     return np.asarray(jax.jit(lambda m, t: m(t))(model, np.repeat(tokens[:1], 8, axis=0)))
 
 
+@pytest.mark.codegen
 def test_eight_equal_rows_are_bitwise_equal(eight):
     np.testing.assert_array_equal(eight, np.repeat(eight[:1], 8, axis=0))
 
 
+@pytest.mark.codegen
 def test_row_of_a_batch_equals_a_batch_of_one(logits, build, tokens, eight):
     one = logits(build("float32", **TWO_LAYERS).model, tokens[:1])
     np.testing.assert_allclose(eight[:1], one, atol=2e-5 * np.abs(one).max())
@@ -333,12 +335,12 @@ def test_bfloat16_logits_are_like_the_float64_ones(logits, build, two_layers, to
 
 
 @pytest.fixture(scope="module")
-def gradients(quick_jit, two_layers, tokens, mask):
+def gradients(two_layers, tokens, mask):
     def loss(arrays):
         out = TextModel.from_leaves(two_layers.config, arrays)(tokens, mask)
         return -jnp.mean(jax.nn.log_softmax(out)[..., 5], where=mask)
 
-    return jax.tree.map(np.asarray, quick_jit(jax.grad(loss))(two_layers.arrays))
+    return jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(two_layers.arrays))
 
 
 def test_gradients_are_finite_and_reach_every_parameter_but_the_indexers(gradients):

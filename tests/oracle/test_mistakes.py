@@ -45,9 +45,7 @@ LAYERS = {
 SHRINK = {"indexer.wk.weight": 3e-3, "conv1d.weight": 0.03}
 
 
-# Most of the time here is compilation, and most of that LLVM's optimisations.
-OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-run = jax.jit(TextModel.__call__, compiler_options=OPTIONS)
+run = jax.jit(TextModel.__call__)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -171,6 +171,7 @@ def test_no_gate_is_too_strong(kda_arguments, cast, kind):
 
 @pytest.mark.parametrize("g", [0.0, -1e-4, -0.1, -5.0])
 @pytest.mark.parametrize("sign", ["parallel", "antiparallel"])
+@pytest.mark.codegen
 def test_nearly_parallel_keys_with_beta_near_one_stay_accurate(kda_arguments, cast, g, sign):
     arguments = kda_arguments(T, g=g, beta=0.9999)
     k = arguments["k"]
@@ -322,6 +323,7 @@ def test_output_follows_the_values_and_the_state_never_narrows(float32, kda_argu
         assert (o.dtype, state.dtype) == (jnp.float64, jnp.float64)
 
 
+@pytest.mark.codegen
 def test_rows_do_not_depend_on_their_batch(float32, kda_arguments, cast):
     one = cast(kda_arguments(T, B=1), jnp.float32)
     eight = {name: jnp.repeat(x, 8, axis=0) for name, x in one.items()}
