@@ -29,6 +29,25 @@ app = typer.Typer(
 )
 _stderr = Console(stderr=True)
 
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from glm5_jax import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 Layers = Annotated[
@@ -94,7 +113,8 @@ def verify(
         report = verify(directory, quick=quick, progress=progress)
     for problem in report.problems:
         print(problem)
-    print(f"{report.checked:,} leaves {'as written' if report.ok else 'checked: DAMAGED'}")
+    what = "names, shapes and sizes" if quick else "every byte"
+    print(f"{report.checked:,} leaves, {what}: {'as written' if report.ok else 'DAMAGED'}")
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -115,29 +135,24 @@ def forward(
     ] = None,
 ) -> None:
     """Run the model: the likeliest next tokens at each position, or all logits."""
-    from glm5_jax.token_batch import read_tokens
+    from glm5_jax.config import load_config
+    from glm5_jax.token_batch import read_tokens, top_tokens, write_logits
 
+    batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
+    if out is not None and not out.absolute().parent.is_dir():
+        raise CheckpointError(f"--out {out}: there is no directory {out.absolute().parent}")
     if dtype == "float64":
         import jax
 
         jax.config.update("jax_enable_x64", True)
-    batch, mask = read_tokens(tokens, tokens_file)
     from glm5_jax.model import load
 
-    model = load(directory, dtype=dtype)
-    try:
-        logits = np.asarray(model(batch, mask))
-    except ValueError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+    logits = np.asarray(load(directory, dtype=dtype)(batch, mask))
     if out is None:
-        from glm5_jax.token_batch import top_tokens
-
         for line in top_tokens(logits, batch, mask, top):
             print(line)
-        return
-    from glm5_jax.token_batch import write_logits
-
-    print(f"{write_logits(out, logits, batch, mask)}: logits {tuple(logits.shape)}")
+    else:
+        print(f"{write_logits(out, logits, batch, mask)}: logits {logits.shape}")
 
 
 @app.command()
@@ -159,11 +174,17 @@ def budget(
         print(_json(budget_dict(config, dtype, rewind, tokens)))
     else:
         print(budget_text(config, dtype, rewind, tokens))
+    for lost in config.overridden:
+        print(f"note: {lost}", file=sys.stderr)
+    if config.defaulted:
+        print(f"note: by default: {', '.join(config.defaulted)}", file=sys.stderr)
 
 
 @app.command("make-tiny")
 def make_tiny(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that is not there yet.")],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="A directory that is not there yet, or empty.")
+    ],
     config: Annotated[
         Path | None, typer.Option(help="A config.json; configs/tiny.json without.")
     ] = None,

@@ -34,6 +34,7 @@ def _is_finite(value: Any) -> bool:
 
 KINDS: dict[str, Callable[[Any], bool]] = {
     "a positive integer": lambda v: _is_int(v) and v > 0,
+    "an integer from 1 to 65536": lambda v: _is_int(v) and 1 <= v <= 65536,
     "a non-negative integer": lambda v: _is_int(v) and v >= 0,
     "a positive number": lambda v: _is_finite(v) and v > 0,
     "a negative number or null": lambda v: v is None or (_is_finite(v) and v < 0),
@@ -53,6 +54,11 @@ def _dim(default: int) -> Field:
     return Field("a positive integer", default)
 
 
+def _count(default: int) -> Field:
+    """Of things that are listed one by one."""
+    return Field("an integer from 1 to 65536", default)
+
+
 def _positive(default: float) -> Field:
     return Field("a positive number", default)
 
@@ -64,7 +70,7 @@ def _flag(default: bool) -> Field:
 TEXT_FIELDS: dict[str, Field] = {
     "vocab_size": _dim(154880),
     "hidden_size": _dim(4096),
-    "num_hidden_layers": _dim(45),
+    "num_hidden_layers": _count(45),
     "intermediate_size": _dim(12288),
     "moe_intermediate_size": _dim(2048),
     "num_attention_heads": _dim(64),
@@ -72,7 +78,7 @@ TEXT_FIELDS: dict[str, Field] = {
     "kv_lora_rank": _dim(512),
     "qk_nope_head_dim": _dim(256),
     "v_head_dim": _dim(256),
-    "n_routed_experts": _dim(288),
+    "n_routed_experts": _count(288),
     "n_shared_experts": _dim(1),
     "num_experts_per_tok": _dim(8),
     "n_group": _dim(1),
@@ -101,7 +107,7 @@ DEFAULT_PAD_TOKEN_ID = 154820
 DEFAULT_DENSE_LAYERS = 3
 
 VISION_FIELDS: dict[str, Field] = {
-    "depth": _dim(24),
+    "depth": _count(24),
     "hidden_size": _dim(1024),
     "num_heads": _dim(16),
     "in_channels": _dim(3),

@@ -138,10 +138,11 @@ class TextModel(nnx.Module):
         Outside `jax.jit` each layer is a call of its own, compiled once per kind of layer.
 
         Raises:
-            ValueError: `mask` has a hole or another shape, or a token is outside the vocabulary
-                (checked where the values are known, which is outside `jax.jit`).
+            ValueError: `tokens` or `mask` has another shape or type; `mask` has a hole, or a token
+                is outside the vocabulary. Values are checked where they are known, which is outside
+                `jax.jit`; inside, a token outside the vocabulary makes its logits NaN.
         """
-        mask = _checked_mask(tokens, mask, self.config.vocab_size)
+        tokens, mask = _checked_inputs(tokens, mask, self.config.vocab_size)
         streams = _embed(self.embed_tokens[...], tokens, self.config.hc_mult)
         _note(record, "embedding", streams[:, :, 0])
         selection = None
@@ -198,7 +199,8 @@ def _run_layer(
 
 @functools.partial(jax.jit, static_argnames="streams")
 def _embed(table: jax.Array, tokens: Tokens, streams: int) -> Streams:
-    x = table[tokens]
+    # Under jit an unknown id cannot be refused: it reads as NaN, which no logit hides.
+    x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
 
 
@@ -243,9 +245,13 @@ def _note(record: Record | None, name: str, value: jax.Array) -> None:
         record(name, value)
 
 
-def _checked_mask(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> Mask:
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens: expected shape [B, T], got {tokens.shape}")
+def _checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> tuple[Tokens, Mask]:
+    if not isinstance(tokens, jax.Array):
+        tokens = np.asarray(tokens)
+    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens: expected integers [B, T], at least one, got {tokens.dtype} {tokens.shape}"
+        )
     if not isinstance(tokens, jax.core.Tracer):
         low, high = int(np.min(tokens)), int(np.max(tokens))
         if low < 0 or high >= vocab_size:
@@ -253,12 +259,17 @@ def _checked_mask(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> Ma
                 f"tokens: expected ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}"
             )
     if mask is None:
-        return jnp.ones(tokens.shape, bool)
+        return tokens, jnp.ones(tokens.shape, bool)
+    if not isinstance(mask, jax.Array):
+        mask = np.asarray(mask)
     if mask.shape != tokens.shape:
         raise ValueError(f"mask: expected the tokens' shape {tokens.shape}, got {mask.shape}")
     if not isinstance(mask, jax.core.Tracer):
-        edges = np.diff(np.asarray(mask, bool).astype(np.int8), axis=1, prepend=0)
-        holes = np.flatnonzero((edges == 1).sum(axis=1) > 1)
+        known = np.asarray(mask)
+        if not np.isin(known, (0, 1)).all():
+            raise ValueError("mask: expected 1 for real tokens and 0 for padding, got other values")
+        starts = np.diff(known.astype(np.int8), axis=1, prepend=0) == 1
+        holes = np.flatnonzero(starts.sum(axis=1) > 1)
         if holes.size:
             raise ValueError(f"mask: the real tokens of row {holes[0]} are not contiguous")
-    return jnp.asarray(mask, bool)
+    return tokens, jnp.asarray(mask, bool)

@@ -9,22 +9,32 @@ import numpy as np
 from glm5_jax.errors import CheckpointError
 
 
-def read_tokens(text: str | None, file: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def read_tokens(
+    text: str | None, file: Path | None, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B, T] int32 and mask [B, T] bool; shorter sequences are padded on the left with 0.
 
     `text` is one sequence (`1,2,3`); `file` has one a line, or is a .npy array [T] or [B, T].
 
     Raises:
-        CheckpointError: not exactly one of the two is given, or something in it is no token id.
+        CheckpointError: not exactly one of the two is given, or something in it is no token id
+            below `vocab_size`.
     """
     if text is not None and file is None:
         rows = [_ids(text, "--tokens")]
     elif file is not None and text is None:
         rows = _array_rows(file) if file.suffix == ".npy" else _line_rows(file)
     else:
-        raise CheckpointError("give either --tokens or --tokens-file")
+        given = "neither" if text is None else "both"
+        raise CheckpointError(f"expected either --tokens or --tokens-file, got {given}")
+    source = file or "--tokens"
     if not rows or not all(rows):
-        raise CheckpointError(f"{file or '--tokens'}: expected token ids, got none")
+        raise CheckpointError(f"{source}: expected token ids, got none")
+    for token in (token for row in rows for token in row):
+        if not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"{source}: expected token ids from 0 to {vocab_size - 1}, got {token}"
+            )
     length = max(map(len, rows))
     tokens = np.zeros((len(rows), length), np.int32)
     mask = np.zeros((len(rows), length), bool)

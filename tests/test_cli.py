@@ -59,6 +59,24 @@ def test_audit_exits_0_when_complete_and_1_when_a_layer_is_missing(run, tiny, tm
     assert status == 1 and "layers.5." in out
 
 
+def test_a_config_that_says_quantised_over_plain_tensors_is_noted(run, tiny, tmp_path):
+    config = json.loads((tiny / "config.json").read_text())
+    other = tmp_path / "claims"
+    other.mkdir()
+    for file in tiny.glob("*.safetensors*"):
+        (other / file.name).symlink_to(file)
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (other / "config.json").write_text(json.dumps(config))
+    status, out, _ = run("audit", other)
+    assert status == 0 and "note: config.json says quantised (fp8)" in out
+
+
+def test_version_is_printed(run):
+    import glm5_jax
+
+    assert run("--version")[1].strip() == glm5_jax.__version__
+
+
 def test_audit_json_is_the_report(run, tiny):
     status, out, _ = run("audit", tiny, "--json")
     report = json.loads(out)
@@ -138,7 +156,11 @@ def test_make_tiny_in_transformers_names_holds_the_same_model(run, tiny, tmp_pat
         (["audit", "/nowhere"], "/nowhere"),
         (["forward", "{tiny}"], "--tokens"),
         (["forward", "{tiny}", "--tokens", "1,x"], "1,x"),
-        (["forward", "{tiny}", "--tokens", "1,224"], "224"),
+        (["forward", "{tiny}", "--tokens", "1,224"], "from 0 to 223, got 224"),
+        (["forward", "{tiny}", "--tokens", "99999999999999999999"], "got 99999999999999999999"),
+        (["forward", "{tiny}", "--tokens", "1", "--tokens-file", "x"], "got both"),
+        (["forward", "{tiny}", "--tokens", "1", "--out", "/nowhere/x.npz"], "/nowhere"),
+        (["convert", "{tiny}", "/dev/null"], "choose another"),
         (["forward", "{tiny}", "--tokens", ""], "token ids"),
         (["forward", "{tiny}", "--tokens-file", "{tiny}/none.txt"], "none.txt"),
         (["forward", "{tiny}", "--tokens", "1", "--dtype", "float16"], "float16"),

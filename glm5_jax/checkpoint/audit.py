@@ -20,7 +20,7 @@ PARTS = ("text", "mtp", "vision")
 SHOWN = 10  # names of one kind that the text report prints
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AuditReport:
     """What a checkpoint holds, and what of it is not as the model needs it.
 
@@ -55,6 +55,9 @@ class AuditReport:
     accepted_bf16: list[str]
     notices: list[str]
     config: ModelConfig
+
+    def __repr__(self) -> str:
+        return self.to_text()
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the config, in types that JSON has."""
@@ -99,6 +102,9 @@ class AuditReport:
         if self.widened:
             lines.append(f"widened {len(self.widened):,}: F32 where the release has BF16")
         lines += [f"accepted as BF16, rounded: {name}" for name in self.accepted_bf16[:SHOWN]]
+        lines += [f"config: {lost}" for lost in self.config.overridden]
+        if self.config.defaulted:
+            lines.append(f"config: by default: {', '.join(self.config.defaulted)}")
         lines += [f"note: {notice}" for notice in self.notices]
         for title in ("contradictions", "wrong", "missing", "unexpected"):
             found = getattr(self, title)
@@ -150,6 +156,12 @@ def audit_checkpoint(
         parameters_by_part[spec.part] += elements
         if scheme is not None:
             schemes.add(scheme)
+    notices = list(found.notices)
+    if config.quantization is not None and not schemes:
+        notices.append(
+            f"config.json says quantised ({config.quantization.method}), no tensor is: what is "
+            f"stored decides"
+        )
     roles = [role for role in ROLES if by_role[role]]
     return AuditReport(
         path=str(checkpoint.directory),
@@ -173,6 +185,6 @@ def audit_checkpoint(
         ignored=found.ignored,
         widened=found.widened,
         accepted_bf16=found.accepted_bf16,
-        notices=found.notices,
+        notices=notices,
         config=config,
     )

@@ -50,7 +50,7 @@ LAYERS_REASON = "not of the layers asked for"
 Progress = Callable[[int, int, str], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ConvertReport:
     """What a conversion wrote.
 
@@ -70,6 +70,9 @@ class ConvertReport:
     seconds: float
     audit: AuditReport
     not_carried: dict[str, list[str]] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return self.to_text()
 
     def to_text(self) -> str:
         """The report for a terminal."""
@@ -188,12 +191,12 @@ def _check_destination(src: Path, dst: Path, force: bool) -> None:
         raise CheckpointError(f"{dst}: lies inside the source {src}; choose another destination")
     if not os.path.lexists(dst):
         return
-    if not force:
-        raise CheckpointError(f"{dst}: exists already; force (--force) replaces it")
     if not is_orbax(dst):
         raise CheckpointError(
-            f"{dst}: exists and is not an Orbax directory; force replaces only those"
+            f"{dst}: exists and is not an Orbax directory; choose another destination"
         )
+    if not force:
+        raise CheckpointError(f"{dst}: exists already; force (--force) replaces it")
 
 
 def _bound_item(path: str, bound: BoundLeaf, dtype: str) -> _Item:

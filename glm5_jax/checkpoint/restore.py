@@ -88,7 +88,7 @@ def _from_orbax(directory: Path, dtype: str, mtp: bool) -> tuple[ModelConfig, Le
         unit = (lambda item: "") if dtype == "stored" else (lambda item: _unit(item[0]))
         for _, group in groupby(expected.items(), key=unit):
             members = dict(group)
-            arrays = load_arrays(directory, {name: stored[name] for name in members})
+            arrays = load_arrays(directory, members)
             for name, leaf in members.items():
                 array = arrays.pop(name)
                 yield name, array.astype(leaf_dtype(leaf, array.dtype, dtype), copy=False)

@@ -282,9 +282,30 @@ def test_mask_of_another_shape_is_refused(small):
         small.model(np.zeros((1, 3), int), np.ones((1, 4), bool))
 
 
-def test_tokens_without_a_batch_are_refused(small):
-    with pytest.raises(ValueError, match=r"shape \[B, T\], got \(3,\)"):
-        small.model(np.zeros(3, int))
+@pytest.mark.parametrize(
+    ("tokens", "came"),
+    [
+        ([1, 2, 3], r"int64 \(3,\)"),
+        (np.zeros((1, 0), int), r"int64 \(1, 0\)"),
+        (np.zeros((0, 3), int), r"int64 \(0, 3\)"),
+        ([[1.0, 2.0]], r"float64 \(1, 2\)"),
+        ([[True, False]], r"bool \(1, 2\)"),
+    ],
+)
+def test_what_is_no_batch_of_tokens_is_refused(small, tokens, came):
+    with pytest.raises(ValueError, match=rf"integers \[B, T\], at least one, got {came}"):
+        small.model(tokens)
+
+
+def test_mask_of_other_values_than_0_and_1_is_refused(small):
+    with pytest.raises(ValueError, match="1 for real tokens and 0 for padding"):
+        small.model(np.zeros((1, 3), int), np.array([[0.5, 1, 1]]))
+
+
+def test_token_outside_the_vocabulary_is_nan_under_jit_where_it_cannot_be_refused(small):
+    logits = jax.jit(TextModel.__call__)(small.model, np.array([[67, 1, 2], [3, 1, 2]]))
+    assert np.isnan(logits[0]).all()
+    assert np.isfinite(logits[1]).all()
 
 
 def test_parameters_that_do_not_fit_are_named(small):
