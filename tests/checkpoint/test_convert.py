@@ -272,7 +272,7 @@ def test_an_existing_destination_is_refused_before_the_source_is_even_opened(tmp
     with pytest.raises(CheckpointError, match=r"exists already; force \(--force\) replaces it"):
         convert(tmp_path / "no source", converted())
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="not an Orbax directory; choose another"):
         convert(tmp_path / "no source", tmp_path / "file")
 
 
@@ -284,7 +284,7 @@ def test_force_replaces_an_orbax_directory_and_nothing_else(tmp_path, tiny, conv
     assert verify(out).ok
     assert list(tmp_path.iterdir()) == [out]
     (tmp_path / "home").mkdir()
-    with pytest.raises(CheckpointError, match="not an Orbax directory; force replaces only those"):
+    with pytest.raises(CheckpointError, match="not an Orbax directory; choose another"):
         convert(tiny(), tmp_path / "home", force=True)
 
 
