@@ -167,7 +167,8 @@ def load(path: str | os.PathLike, dtype: str = "stored") -> TextModel:
     "float64"; what must be float32 stays float32 in a bfloat16 model.
 
     Raises:
-        CheckpointError: the directory is neither, or incomplete, or damaged.
+        CheckpointError: the directory is neither, or incomplete, or an array cannot be read. Bytes
+            that changed and still read are found by `verify` alone.
         ConfigError: its config.json describes no model of this family.
     """
     from glm5_jax.checkpoint.restore import load_leaves
