@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from .config import ModelConfig
 from .errors import ConfigError
 from .skeleton import Skeleton
-from .specs import Part, stored_tensors
+from .specs import PARTS, Part, stored_tensors
 
-PARTS: tuple[Part, ...] = get_args(Part)
 DISK_BYTES = {"BF16": 2, "F32": 4}
 ACTIVATION_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 TOKEN_INDEX_BYTES = 4  # an expert id is int32 in every dtype

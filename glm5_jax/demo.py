@@ -15,6 +15,7 @@ from glm5_jax.checkpoint.verify import verify
 from glm5_jax.errors import CheckpointError
 from glm5_jax.model import TextModel, load
 from glm5_jax.numerics.oracle import oracle_available, oracle_logits, oracle_model
+from glm5_jax.token_batch import left_padded
 
 NEW_TOKENS = 8
 PROMPTS = ((17, 4, 99, 23, 151, 8, 64, 3, 200, 42, 77, 6), (5, 150, 31, 12, 90, 188, 2))
@@ -58,7 +59,7 @@ def _steps(directory: Path) -> bool:
     print("\n".join(verified.problems) or f"verified: {verified.checked} leaves as written")
 
     console.rule("a jitted forward pass from both directories")
-    tokens, mask = _left_padded()
+    tokens, mask = left_padded(PROMPTS)
     forward = jax.jit(TextModel.__call__)
     model = load(orbax)
     restored, direct = (np.asarray(forward(m, tokens, mask)) for m in (model, load(source)))
@@ -73,13 +74,6 @@ def _steps(directory: Path) -> bool:
         print(f"{list(prompt)} → {continuation}")
 
     return report.complete and verified.ok and same and _agrees_with_oracle(console, source)
-
-
-def _left_padded() -> tuple[np.ndarray, np.ndarray]:
-    length = max(map(len, PROMPTS))
-    tokens = np.array([(0,) * (length - len(p)) + p for p in PROMPTS], np.int32)
-    mask = np.arange(length) >= length - np.array([[len(p)] for p in PROMPTS])
-    return tokens, mask
 
 
 def _greedy(model: TextModel, tokens: np.ndarray, mask: np.ndarray) -> list[list[int]]:
@@ -99,7 +93,7 @@ def _agrees_with_oracle(console: Console, source: Path) -> bool:
     if not oracle_available():
         print("not installed (extra: oracle)")
         return True
-    tokens, mask = _left_padded()
+    tokens, mask = left_padded(PROMPTS)
     ours = np.asarray(load(source, dtype="float32")(tokens, mask))
     theirs = oracle_logits(oracle_model(source, "float32"), tokens, mask)
     apart = float(np.abs(ours - theirs)[mask].max() / np.abs(theirs[mask]).max())

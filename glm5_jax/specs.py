@@ -10,7 +10,7 @@ import ast
 import functools
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from .config import ModelConfig
 from .skeleton import Skeleton, SkeletonLayer
@@ -52,6 +52,7 @@ __all__ = [
     "MTP",
     "MTP_COPIES",
     "OUTSIDE",
+    "PARTS",
     "ROLES",
     "ROUTER",
     "SHARED",
@@ -79,6 +80,7 @@ __all__ = [
 
 Naming = Literal["released", "native"]
 Part = Literal["text", "mtp", "vision"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class StoredSpec(NamedTuple):

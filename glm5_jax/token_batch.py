@@ -1,7 +1,7 @@
 """Token ids in, token ids out: batches from a command line or a file, and what a person reads."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,11 @@ def read_tokens(
             raise CheckpointError(
                 f"{source}: expected token ids from 0 to {vocab_size - 1}, got {token}"
             )
+    return left_padded(rows)
+
+
+def left_padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [B, T] int32, padded on the left with 0, and mask [B, T] bool."""
     length = max(map(len, rows))
     tokens = np.zeros((len(rows), length), np.int32)
     mask = np.zeros((len(rows), length), bool)

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..specs import ROLES, Naming
+from ..specs import PARTS, ROLES, Naming, Part
 from .layouts import Quantization, WrongTensor, combine_schemes
 from .match import match, problem_lines
 from .reader import Checkpoint, open_checkpoint
 
-PARTS = ("text", "mtp", "vision")
 SHOWN = 10  # names of one kind that the text report prints
 
 
@@ -41,8 +40,8 @@ class AuditReport:
     bytes: int
     parameters: int
     files: int
-    counts: dict[str, int]
-    parameters_by_part: dict[str, int]
+    counts: dict[Part, int]
+    parameters_by_part: dict[Part, int]
     by_role: dict[str, int]
     bytes_by_role: dict[str, int]
     parameters_by_role: dict[str, int]
@@ -143,8 +142,8 @@ def audit_checkpoint(
     by_role: Counter[str] = Counter()
     bytes_by_role: Counter[str] = Counter()
     parameters_by_role: Counter[str] = Counter()
-    counts = dict.fromkeys(PARTS, 0)
-    parameters_by_part = dict.fromkeys(PARTS, 0)
+    counts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+    parameters_by_part: dict[Part, int] = dict.fromkeys(PARTS, 0)
     schemes = set()
     for spec, tensor, scheme, scales in found.entries:
         role, stored = spec.role, 1 + len(scales)
