@@ -294,6 +294,12 @@ def resolve_aliases(
     return fields
 
 
+def check_kind(field: Field, value: Any, source: str, name: str) -> None:
+    """ConfigError if `value` is not of the field's kind; `name` is as the file spells it."""
+    if not KINDS[field.kind](value):
+        raise ConfigError(f"{source}: {name} must be {field.kind}, got {shown(value)}")
+
+
 def read_fields(
     given: Mapping[str, Any], table: Mapping[str, Field], source: str, prefix: str = ""
 ) -> tuple[dict[str, Any], list[str]]:
@@ -306,8 +312,7 @@ def read_fields(
             defaulted.append(prefix + name)
             continue
         value = given[name]
-        if not KINDS[field.kind](value):
-            raise ConfigError(f"{source}: {prefix}{name} must be {field.kind}, got {shown(value)}")
+        check_kind(field, value, source, prefix + name)
         # 10 and 10.0 must give the same config, bit for bit.
         number = isinstance(field.default, float) and value is not None
         values[name] = float(value) if number else value

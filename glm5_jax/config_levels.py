@@ -111,6 +111,7 @@ def _flatten_linear(
     for key, name in fields.LINEAR_ATTN_KEYS.items():
         if key not in linear:
             continue
+        fields.check_kind(fields.TEXT_FIELDS[name], linear[key], source, f"{where}.{key}")
         if name in given and given[name] != linear[key]:
             overridden.append(
                 f"{prefix}{name}: {shown(given[name])} lost to {where}.{key}={shown(linear[key])}"

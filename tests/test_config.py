@@ -590,7 +590,7 @@ def test_what_the_family_does_not_have_is_refused_by_name(build, name, value):
     with pytest.raises(ConfigError) as caught:
         parse_config(build(**changes), source="some/config.json")
     message = str(caught.value)
-    named = "linear_head_dim" if value == {"head_dim": 0} else name
+    named = "linear_attn_config.head_dim" if value == {"head_dim": 0} else name
     assert message.startswith("some/config.json: ") and named in message
     assert "\n" not in message
 
