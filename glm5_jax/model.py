@@ -7,6 +7,7 @@ There are no positions anywhere: order reaches the model through KDA's recurrenc
 import functools
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from glm5_jax.config import ModelConfig
+from glm5_jax.mtp import MTPHead
 from glm5_jax.nn.dsa import DSA
 from glm5_jax.nn.ffn import MoE, SwiGLU
 from glm5_jax.nn.kda import KDA
@@ -89,9 +91,12 @@ class DecoderLayer(nnx.Module):
 
 
 class TextModel(nnx.Module):
-    """The 45 layers and what stands before and behind them; built from the skeleton."""
+    """The 45 layers and what stands before and behind them; built from the skeleton.
 
-    def __init__(self, config: ModelConfig, params: Params):
+    `mtp` is the MTP head that drafts with them, None where it was not loaded.
+    """
+
+    def __init__(self, config: ModelConfig, params: Params, mtp: bool = False):
         self.config = config
         self.skeleton = Skeleton.from_config(config)
         self.embed_tokens = params("embed_tokens")
@@ -101,6 +106,7 @@ class TextModel(nnx.Module):
         )
         self.norm = params("norm")
         self.lm_head = params("lm_head")
+        self.mtp = MTPHead(config, params.at("mtp")) if mtp else None
 
     @classmethod
     def from_leaves(
@@ -108,9 +114,14 @@ class TextModel(nnx.Module):
     ) -> "TextModel":
         """The model with the arrays of a parameter tree, keyed by path (`layers.0.attn.q_proj`).
 
-        Raises ValueError when a leaf is missing, left over, or has another shape than its spec.
+        It has an MTP head if there are leaves under `mtp.`, also where the config is silent about
+        one. Raises ValueError when a leaf is missing, left over, or has another shape than its
+        spec.
         """
-        model = cls(config, Params(leaves(config, mtp=False)))
+        mtp = any(path.startswith("mtp.") for path in arrays)
+        if mtp:
+            config = replace(config, num_nextn_predict_layers=1)
+        model = cls(config, Params(leaves(config, mtp=mtp)), mtp)
         remaining = dict(arrays)
         for path, variable in nnx.iter_graph(model):
             if not isinstance(variable, nnx.Variable):
@@ -160,20 +171,22 @@ class TextModel(nnx.Module):
         return logits
 
 
-def load(path: str | os.PathLike, dtype: str = "stored") -> TextModel:
+def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> TextModel:
     """The text model of a checkpoint: an Orbax directory of `convert`, or safetensors directly.
 
     Both give the same model, bit for bit. `dtype` is "stored", "bfloat16", "float32" or
-    "float64"; what must be float32 stays float32 in a bfloat16 model.
+    "float64"; what must be float32 stays float32 in a bfloat16 model. `mtp` loads the MTP head
+    too, as `.mtp`.
 
     Raises:
-        CheckpointError: the directory is neither, or incomplete, or an array cannot be read. Bytes
-            that changed and still read are found by `verify` alone.
+        CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or
+            the MTP head is asked for and not there. Bytes that changed and still read are found by
+            `verify` alone.
         ConfigError: its config.json describes no model of this family.
     """
     from glm5_jax.checkpoint.restore import load_leaves
 
-    config, arrays = load_leaves(path, dtype=dtype)
+    config, arrays = load_leaves(path, dtype=dtype, mtp=mtp)
     return TextModel.from_leaves(config, arrays)
 
 

@@ -38,3 +38,9 @@ def scoped(record: Record | None, scope: str) -> Record | None:
     if record is None:
         return None
     return lambda name, value: record(f"{scope}.{name}", value)
+
+
+def note(record: Record | None, name: str, value: jax.Array) -> None:
+    """`record(name, value)`, where anything is traced."""
+    if record is not None:
+        record(name, value)
