@@ -1,21 +1,37 @@
 """The public KDA operations, and the choice of an implementation."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.kda import base, reference, xla
 
-# name → (q, k, v, g, beta, state, *, scale, use_qk_l2norm) → (o, state). The state's dtype is the
-# dtype to compute in. One that cannot run on the inputs or the machine at hand raises
-# NotImplementedError with the reason.
-IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "xla": xla.chunked,
-    "reference": reference.recurrence,
+
+class Implementation(NamedTuple):
+    """One way to compute KDA.
+
+    `run(q, k, v, g, beta, state, starts, lengths, *, scale, use_qk_l2norm)` returns o and the
+    state. The inputs are checked; the state's dtype is the dtype to compute in. `starts` [B, T] is
+    True where a token starts from zeros, `lengths` [B] counts the real tokens; both may be None.
+
+    `supports(q, k, v, g, beta, state)` is the reason why `run` cannot take inputs of these shapes
+    and dtypes on the machine at hand, or None where it can.
+    """
+
+    run: Callable[..., tuple[Array, Array]]
+    supports: Callable[..., str | None] = lambda *inputs: None
+
+
+# In order of preference: None takes the first that can run.
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "mosaic_gpu": Implementation(
+        xla.chunked, lambda *inputs: "there is no Mosaic GPU kernel for KDA in this version"
+    ),
+    "xla": Implementation(xla.chunked),
+    "reference": Implementation(reference.recurrence),
 }
-# Names that users may already write, and why they cannot run.
-UNAVAILABLE = {"mosaic_gpu": "there is no Mosaic GPU kernel for KDA in this version"}
 
 
 def chunk_kda(
@@ -28,10 +44,12 @@ def chunk_kda(
     scale: float | None = None,
     initial_state: Float[Array, "B H K V"] | None = None,
     output_final_state: bool = False,
+    segment_ids: Int[Array, "B T"] | None = None,
+    lengths: Int[Array, " B"] | None = None,
     use_qk_l2norm: bool = True,
     implementation: str | Sequence[str] | None = None,
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"] | None]:
-    """Kimi Delta Attention over a sequence of any length.
+    """Kimi Delta Attention over sequences of any length.
 
     Per head, with the state S `[K, V]` and for one token after another:
 
@@ -49,15 +67,21 @@ def chunk_kda(
       scale: the factor on q, `K ** -0.5` by default, applied after the normalisation.
       initial_state: the state before the first token, zeros by default.
       output_final_state: whether to return the state after the last token.
+      segment_ids: documents packed into one row. Wherever the id of a token differs from that of
+        the token before, the state restarts from zeros; so `initial_state` belongs to a row's first
+        document, and the final state to its last.
+      lengths: the number of real tokens of each row, which come first. The final state is that
+        after the last of them; what stands in the inputs past it, NaN included, has no effect, and
+        o is zero there.
       use_qk_l2norm: whether to apply `l2_normalize` to q and k.
-      implementation: None chooses one that works; "xla" (chunked) or "reference" (token by token)
-        forces that one; a sequence of names takes the first that can run.
+      implementation: None takes the first of `IMPLEMENTATIONS` that can run; a name forces that
+        one; a sequence of names takes the first of them that can run.
 
     Returns:
       o in v's dtype, and the final state in float32 (or float64), or None if not asked for.
 
     Raises:
-      TypeError: an input is not floating-point.
+      TypeError: a dtype that does not fit.
       ValueError: shapes that do not fit, or an unknown implementation.
       NotImplementedError: none of the named implementations can run; the message says why.
     """
@@ -66,16 +90,21 @@ def chunk_kda(
     if initial_state is None:
         B, _, H, K = q.shape
         initial_state = jnp.zeros((B, H, K, v.shape[-1]), base.compute_dtype(q, k, v, g, beta))
-    o, state = recurrent_kda(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
+    starts = None
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids)
+        base.check_integers("segment_ids", segment_ids, q.shape[:2])
+        starts = base.segment_starts(segment_ids)
+    if lengths is not None:
+        lengths = jnp.asarray(lengths)
+        base.check_integers("lengths", lengths, q.shape[:1])
+    o, state = _run(
+        implementation,
+        (q, k, v, g, beta, jnp.asarray(initial_state)),
+        starts,
+        lengths,
         scale=scale,
         use_qk_l2norm=use_qk_l2norm,
-        implementation=implementation,
     )
     return o, state if output_final_state else None
 
@@ -94,36 +123,51 @@ def recurrent_kda(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """A few more tokens (decoding: T = 1) on a state that is carried along.
 
-    The arguments, dtypes and errors are those of `chunk_kda`.
+    The arguments, dtypes and errors are those of `chunk_kda`. The new state has the shape and dtype
+    of a float32 (or float64) `state`, so it takes the old one's place in memory where the caller
+    donates that: `jax.jit(…, donate_argnames="state")` around this call or around the whole step.
 
     Returns:
       o in v's dtype, and the new state in float32 (or float64).
     """
     q, k, v, g, beta, state = (jnp.asarray(x) for x in (q, k, v, g, beta, state))
     base.check_inputs(q, k, v, g, beta, state)
-    state = state.astype(base.compute_dtype(q, k, v, g, beta, state))
-    o, state = _run(
-        implementation, q, k, v, g, beta, state, scale=scale, use_qk_l2norm=use_qk_l2norm
+    return _run(
+        implementation,
+        (q, k, v, g, beta, state),
+        None,
+        None,
+        scale=scale,
+        use_qk_l2norm=use_qk_l2norm,
     )
-    return o.astype(v.dtype), state
 
 
-def _run(implementation: str | Sequence[str] | None, *args, **kwargs) -> tuple[Array, Array]:
-    if implementation is None:
-        # Decoding too: short inputs are one small chunk, which reads the state once for all tokens.
-        implementation = "xla"
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
-    unknown = [name for name in names if name not in IMPLEMENTATIONS and name not in UNAVAILABLE]
-    if unknown or not names:
-        known = sorted({*IMPLEMENTATIONS, *UNAVAILABLE})
+def _run(
+    implementation: str | Sequence[str] | None,
+    inputs: tuple[Array, ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+    **options,
+) -> tuple[Array, Array]:
+    *tokens, state = inputs
+    state = state.astype(base.compute_dtype(*inputs))
+    run = _choose(implementation, *tokens, state)
+    o, state = run(*tokens, state, starts, lengths, **options)
+    return o.astype(tokens[2].dtype), state
+
+
+def _choose(
+    implementation: str | Sequence[str] | None, *inputs: Array
+) -> Callable[..., tuple[Array, Array]]:
+    names = tuple(IMPLEMENTATIONS) if implementation is None else implementation
+    names = (names,) if isinstance(names, str) else tuple(names)
+    if not names or not set(names) <= IMPLEMENTATIONS.keys():
+        known = sorted(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be None or from {known}, got {implementation!r}")
     reasons = []
     for name in names:
-        if name in UNAVAILABLE:
-            reasons.append(f"{name}: {UNAVAILABLE[name]}")
-            continue
-        try:
-            return IMPLEMENTATIONS[name](*args, **kwargs)
-        except NotImplementedError as error:
-            reasons.append(f"{name}: {error}")
+        reason = IMPLEMENTATIONS[name].supports(*inputs)
+        if reason is None:
+            return IMPLEMENTATIONS[name].run
+        reasons.append(f"{name}: {reason}")
     raise NotImplementedError("KDA cannot run as asked: " + "; ".join(reasons))

@@ -7,7 +7,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 L2_EPS = 1e-6
 
@@ -87,6 +87,43 @@ def prepare(
     if use_qk_l2norm:
         q, k = l2_normalize(q), l2_normalize(k)
     return q * (q.shape[-1] ** -0.5 if scale is None else scale), k
+
+
+def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Where a token belongs to another document than the one before it; never at token 0."""
+    return jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+
+
+def decay(g: Float[Array, "*B H K"], starts: Bool[Array, " *B"] | None) -> Float[Array, "*B H K"]:
+    """What a token leaves of the state before it: exp(g), and exactly nothing at a start."""
+    factor = jnp.exp(g)
+    return factor if starts is None else jnp.where(starts[..., None, None], 0, factor)
+
+
+def without_padding(
+    tokens: tuple[Float[Array, "B T ..."], ...],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
+) -> tuple[tuple[Float[Array, "B T ..."], ...], Bool[Array, "B T"] | None]:
+    """q, k, v, g and beta are zero past each row's length, and nothing starts there.
+
+    Such a token leaves the state as it is, bit for bit, and its own output is zero.
+    """
+    if lengths is None:
+        return tokens, starts
+    is_real = jnp.arange(tokens[0].shape[1]) < lengths[:, None]
+    zeroed = tuple(
+        jnp.where(is_real.reshape(is_real.shape + (1,) * (x.ndim - 2)), x, 0) for x in tokens
+    )
+    return zeroed, None if starts is None else starts & is_real
+
+
+def check_integers(name: str, x: Array, shape: tuple[int, ...]) -> None:
+    """Raises TypeError or ValueError unless `x` is an integer array of that shape."""
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"KDA expects integer {name}, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"KDA expects {name} of shape {shape}, got {x.shape}")
 
 
 def check_inputs(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array | None) -> None:

@@ -13,7 +13,8 @@ into two factors that are at most 1. So the chunk is halved again and again: at 
 of a block's second half meet the columns of its first half, split at the boundary between the two.
 Every pair j < i meets at exactly one level, and the factors of a level are products of those of the
 level below. There is no difference of running sums, so a huge decay beside a small one costs no
-digits, no clamp, and no bound on g: the same numbers as the recurrence, up to rounding.
+digits, no clamp, and no bound on g: the same numbers as the recurrence, up to rounding. Where a
+token starts from zeros, its own decay is zero, and with it every D(i, j) across that token.
 
 (I + L)⁻¹ is built along the same halving from the inverses of the two halves, which is forward
 substitution by blocks. Its intermediates stay of the size of the result, also for parallel keys
@@ -27,7 +28,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.kda import base
 
@@ -47,6 +48,8 @@ def chunked(
     g: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
     state: Float[Array, "B H K V"],
+    starts: Bool[Array, "B T"] | None,
+    lengths: Int[Array, " B"] | None,
     *,
     scale: float | None,
     use_qk_l2norm: bool,
@@ -55,6 +58,7 @@ def chunked(
 
     The backward pass keeps the inputs and one state per segment of chunks, and recomputes the rest.
     """
+    tokens, starts = base.without_padding((q, k, v, g, beta), starts, lengths)
     T = q.shape[1]
     # Fewer tokens than a chunk are one chunk of the next power of two: decoding pays for one row.
     C = min(CHUNK, 1 << max(T - 1, 0).bit_length())
@@ -71,16 +75,23 @@ def chunked(
     # Everything of a chunk happens inside the scan, so that it stays in cache on a CPU, and memory
     # does not grow with the intermediates of T tokens.
     def chunk(S, inputs):
-        q, k, v, g, beta = (jnp.swapaxes(x, 1, 2).astype(S.dtype) for x in inputs)
+        tokens, starts = inputs
+        q, k, v, g, beta = (jnp.swapaxes(x, 1, 2).astype(S.dtype) for x in tokens)
         q, k = base.prepare(q, k, scale=scale, use_qk_l2norm=use_qk_l2norm)
-        o, S = _chunk(q, k, v, g, beta, S)
+        decay = jnp.exp(g)
+        # One rounding a chunk, not one a token: this factor alone adds up over the whole sequence.
+        whole = jnp.exp(jnp.sum(g, axis=-2))
+        if starts is not None:
+            decay = jnp.where(starts[:, None, :, None], 0, decay)
+            whole = jnp.where(jnp.any(starts, axis=1)[:, None, None], 0, whole)
+        o, S = _chunk(q, k, v, decay, whole, beta, S)
         return S, jnp.swapaxes(o, 1, 2)
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def segment(S, inputs):
         return jax.lax.scan(chunk, S, inputs)
 
-    state, o = jax.lax.scan(segment, state, tuple(segments_first(x) for x in (q, k, v, g, beta)))
+    state, o = jax.lax.scan(segment, state, jax.tree.map(segments_first, (tokens, starts)))
     o = jnp.moveaxis(o, 2, 0)
     return o.reshape(o.shape[0], -1, *o.shape[4:])[:, :T], state
 
@@ -89,14 +100,13 @@ def _chunk(
     q: Float[Array, "*B C K"],
     k: Float[Array, "*B C K"],
     v: Float[Array, "*B C V"],
-    g: Float[Array, "*B C K"],
+    decay: Float[Array, "*B C K"],
+    whole: Float[Array, "*B K"],
     beta: Float[Array, "*B C"],
     S: Float[Array, "*B K V"],
 ) -> tuple[Float[Array, "*B C V"], Float[Array, "*B K V"]]:
-    """The three lines at the top of this file."""
-    A, inverse, from_start, to_end = _within_chunk(q, k, jnp.exp(g), beta)
-    # One rounding a chunk, not one a token: this factor alone adds up over the whole sequence.
-    whole = jnp.exp(jnp.sum(g, axis=-2))
+    """The three lines at the top of this file; `whole` is D(end, start)."""
+    A, inverse, from_start, to_end = _within_chunk(q, k, decay, beta)
     q_S, k_S = _both_times(q * from_start, k * from_start, S)
     u = _matmul(inverse, beta[..., None] * (v - k_S))
     o = q_S + _matmul(A, u)
