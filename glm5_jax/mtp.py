@@ -6,6 +6,7 @@ output where a draft goes on from a draft. Embedding and `lm_head` are the trunk
 
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Int
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.dsa import DSA
@@ -51,10 +52,15 @@ class PlainLayer(nnx.Module):
 
 
 class MTPHead(nnx.Module):
-    """Two norms and a projection that join a pair, one plain layer, and a norm of its own."""
+    """Two norms and a projection that join a pair, one plain layer, and a norm of its own.
+
+    Implementations differ in pair 0, that of a row's first real token: with
+    `zero_first_embedding` set, which it is not by default, its embedding is zeroed.
+    """
 
     def __init__(self, config: ModelConfig, params: Params):
         self.eps = config.rms_norm_eps
+        self.zero_first_embedding = False
         self.enorm = params("enorm")
         self.hnorm = params("hnorm")
         self.eh_proj = params("eh_proj")
@@ -64,22 +70,23 @@ class MTPHead(nnx.Module):
     def __call__(
         self, hidden: Activations, embedded: Activations, mask: Mask, record: Record | None = None
     ) -> Activations:
-        """The head's outputs h' for a whole sequence of pairs, `[B, T, X]`.
+        """The head's outputs h' for whole rows of pairs, `[B, T, X]`.
 
         `hidden` are the h_t, `embedded` the embeddings of the tokens after them. `lm_head` of h'
         are the logits of the tokens after those; h' itself stands for h_{t+1} in a draft's pair.
         """
-        x = self.join(hidden, embedded)
+        x = self.join(hidden, embedded, jnp.cumsum(mask, axis=1) - 1)
         note(record, "pair", x)
-        x = self.layer(x, mask, record)
-        x = rms_norm(x, self.shared_head_norm[...], self.eps)
+        x = rms_norm(self.layer(x, mask, record), self.shared_head_norm[...], self.eps)
         note(record, "norm", x)
         return x
 
-    def join(self, hidden: Activations, embedded: Activations) -> Activations:
+    def join(
+        self, hidden: Activations, embedded: Activations, slots: Int[Array, "B T"]
+    ) -> Activations:
         """`eh_proj [enorm(embedding), hnorm(h)]`: the embedding's half comes first."""
-        halves = (
-            rms_norm(embedded, self.enorm[...], self.eps),
-            rms_norm(hidden, self.hnorm[...], self.eps),
-        )
-        return linear(jnp.concatenate(halves, axis=-1), self.eh_proj[...])
+        if self.zero_first_embedding:
+            embedded = jnp.where(slots[..., None] == 0, 0, embedded)
+        embedded = rms_norm(embedded, self.enorm[...], self.eps)
+        hidden = rms_norm(hidden, self.hnorm[...], self.eps)
+        return linear(jnp.concatenate([embedded, hidden], axis=-1), self.eh_proj[...])
