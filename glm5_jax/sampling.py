@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from glm5_jax.nn.types import Logits
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -58,25 +60,22 @@ def make_sampling(
 
 
 def choose(
-    logits: Float[Array, "N Vo"],
-    rows: Int[Array, " N"],
-    positions: Int[Array, " N"],
-    sampling: Sampling | None,
-) -> Int[Array, " N"]:
-    """A token for each of N logits; −1 where a logit is NaN, since then nothing can be said.
+    logits: Logits, positions: Int[Array, "B T"], sampling: Sampling | None
+) -> Int[Array, "B T"]:
+    """A token for each of the logits; −1 where one of them is NaN, since nothing follows from it.
 
-    `rows` and `positions` name the place of each token: its sequence in the batch, and how many
-    real tokens stand before it there.
+    `positions` are how many real tokens stand before each token in its row.
     """
     if sampling is None:
         tokens = jnp.argmax(logits, axis=-1)
     else:
-        keys = jax.vmap(_place_key, (None, 0, 0))(sampling.key, rows, positions)
-        tokens = jax.vmap(jax.random.categorical)(keys, narrow(logits, sampling))
+        places = jax.vmap(jax.vmap(_place_key, (None, None, 0)), (None, 0, 0))
+        keys = places(sampling.key, jnp.arange(positions.shape[0]), positions)
+        tokens = jax.vmap(jax.vmap(jax.random.categorical))(keys, narrow(logits, sampling))
     return jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens).astype(jnp.int32)
 
 
-def narrow(logits: Float[Array, "N Vo"], sampling: Sampling) -> Float[Array, "N Vo"]:
+def narrow(logits: Logits, sampling: Sampling) -> Logits:
     """Scores whose softmax is drawn from: −inf for what top-k and top-p leave out."""
     # From their largest, lest a small temperature makes infinities that cancel.
     scores = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
@@ -87,14 +86,14 @@ def narrow(logits: Float[Array, "N Vo"], sampling: Sampling) -> Float[Array, "N 
     return scores
 
 
-def keep_top_k(scores: Float[Array, "N Vo"], k: Int[Array, ""]) -> Float[Array, "N Vo"]:
+def keep_top_k(scores: Logits, k: Int[Array, ""]) -> Logits:
     """−inf for scores below the k-th largest; what equals it stays."""
     size = scores.shape[-1]
-    kth = jnp.sort(scores, axis=-1)[:, jnp.maximum(size - k, 0)]
-    return jnp.where(scores < kth[:, None], -jnp.inf, scores)
+    kth = jnp.sort(scores, axis=-1)[..., jnp.maximum(size - k, 0)]
+    return jnp.where(scores < kth[..., None], -jnp.inf, scores)
 
 
-def cut_tail(scores: Float[Array, "N Vo"], tail: Float[Array, ""]) -> Float[Array, "N Vo"]:
+def cut_tail(scores: Logits, tail: Float[Array, ""]) -> Logits:
     """−inf for the least likely, as many as together have a probability of at most `tail`.
 
     The likeliest always stays. Of equals those with a lower index go first, as in transformers.
@@ -102,7 +101,7 @@ def cut_tail(scores: Float[Array, "N Vo"], tail: Float[Array, ""]) -> Float[Arra
     order = jnp.argsort(scores, axis=-1, stable=True)
     rising = jnp.take_along_axis(scores, order, axis=-1)
     cut = jnp.cumsum(jax.nn.softmax(rising, axis=-1), axis=-1) <= tail
-    cut = cut.at[:, -1].set(False)
+    cut = cut.at[..., -1].set(False)
     cut = jnp.put_along_axis(jnp.zeros_like(cut), order, cut, axis=-1, inplace=False)
     return jnp.where(cut, -jnp.inf, scores)
 

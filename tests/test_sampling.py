@@ -59,9 +59,8 @@ def test_narrowing_is_the_float64_computation(logits, settings):
 def test_draws_have_the_probabilities(logits, settings):
     draws = 40_000
     row = logits[3]
-    places = jnp.arange(draws)
     sampling = make_sampling(**settings, seed=5)
-    tokens = chosen(jnp.tile(row, (draws, 1)), jnp.zeros_like(places), places, sampling)
+    tokens = chosen(jnp.tile(row, (1, draws, 1)), jnp.arange(draws)[None], sampling)[0]
     expected = draws * probabilities(row, **settings)
     counts = np.bincount(tokens, minlength=VOCAB)
     assert (counts[expected == 0] == 0).all()
@@ -73,8 +72,8 @@ def test_draws_have_the_probabilities(logits, settings):
 
 def test_greedy_takes_the_likeliest_and_of_equals_the_lower(logits):
     tied = np.where(np.isin(np.arange(VOCAB), (11, 30)), 50, logits[:1])
-    tokens = chosen(np.concatenate([logits, tied]), *np.zeros((2, 41), int), make_sampling())
-    np.testing.assert_array_equal(tokens, [*logits.argmax(-1), 11])
+    tokens = chosen(np.concatenate([logits, tied])[None], np.zeros((1, 41), int), None)
+    np.testing.assert_array_equal(tokens, [[*logits.argmax(-1), 11]])
 
 
 def test_what_equals_the_last_of_top_k_stays_and_top_p_leaves_one():
@@ -87,35 +86,35 @@ def test_what_equals_the_last_of_top_k_stays_and_top_p_leaves_one():
 
 def test_a_tiny_temperature_draws_the_likeliest(logits):
     sampling = make_sampling(1e-300, top_k=5, top_p=0.9)
-    tokens = chosen(1e6 * logits, *np.zeros((2, 40), int), sampling)
-    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    tokens = chosen(1e6 * logits[None], np.zeros((1, 40), int), sampling)
+    np.testing.assert_array_equal(tokens[0], logits.argmax(-1))
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}])
-def test_a_nan_is_told_and_spoils_its_own_row_alone(logits, settings):
+def test_a_nan_is_told_and_spoils_its_own_place_alone(logits, settings):
+    logits = logits.reshape(5, 8, VOCAB)
     broken = logits.copy()
-    broken[2, 7] = np.nan
-    places = np.arange(40)
-    tokens, right = (chosen(x, places, places, make_sampling(**settings)) for x in (broken, logits))
-    assert tokens[2] == -1
-    np.testing.assert_array_equal(np.delete(tokens, 2), np.delete(right, 2))
+    broken[2, 7, 3] = np.nan
+    positions = np.tile(np.arange(8), (5, 1))
+    tokens, right = (chosen(x, positions, make_sampling(**settings)) for x in (broken, logits))
+    assert tokens[2, 7] == -1
+    np.testing.assert_array_equal(np.delete(tokens, 23), np.delete(right, 23))
 
 
 def test_a_draw_hangs_on_seed_row_and_position_alone(logits):
+    logits = logits.reshape(5, 8, VOCAB)
+    positions = np.tile(np.arange(8), (5, 1))
     sampling = make_sampling(2.0, seed=1)
-    rows, positions = np.divmod(np.arange(40), 8)
-    first = np.asarray(chosen(logits, rows, positions, sampling))
-    order = np.random.default_rng(1).permutation(40)
-    moved = chosen(logits[order], rows[order], positions[order], sampling)
-    np.testing.assert_array_equal(moved, first[order])
-    alone = chosen(logits[17:18], rows[17:18], positions[17:18], sampling)
-    assert alone[0] == first[17]
+    first = np.asarray(chosen(logits, positions, sampling))
+    later = chosen(logits[:, 3:], positions[:, 3:], sampling)  # other tokens in the call
+    np.testing.assert_array_equal(later, first[:, 3:])
+    others = np.concatenate([logits[:1], -logits[1:]])
+    np.testing.assert_array_equal(chosen(others, positions, sampling)[0], first[0])
 
-    same = jnp.tile(logits[0], (40, 1))
-    drawn = np.asarray(chosen(same, rows, positions, sampling)).reshape(5, 8)
+    same = jnp.tile(logits[0, 0], (5, 8, 1))
+    drawn = np.asarray(chosen(same, positions, sampling))
     assert len(set(map(tuple, drawn))) == 5 and len(set(map(tuple, drawn.T))) == 8
-    other = chosen(same, rows, positions, make_sampling(2.0, seed=2))
-    assert (np.asarray(other) != drawn.ravel()).any()
+    assert (np.asarray(chosen(same, positions, make_sampling(2.0, seed=2))) != drawn).any()
 
 
 @pytest.mark.parametrize(
