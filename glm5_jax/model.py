@@ -6,14 +6,17 @@ There are no positions anywhere: order reaches the model through KDA's recurrenc
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array, Int
 
+from glm5_jax.cache import Cache, DSACache, KDAState, LayerState, empty_cache
 from glm5_jax.config import ModelConfig
 from glm5_jax.mtp import MTPHead
 from glm5_jax.nn.dsa import DSA
@@ -22,6 +25,7 @@ from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.linear import full_precision
 from glm5_jax.nn.mhc import HyperConnection, collapse, expand, mean_streams
 from glm5_jax.nn.norms import rms_norm
+from glm5_jax.nn.padding import Stretch, roll_tokens
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import (
     Activations,
@@ -32,6 +36,7 @@ from glm5_jax.nn.types import (
     Selection,
     Streams,
     Tokens,
+    note,
     scoped,
     wide,
 )
@@ -62,32 +67,75 @@ class DecoderLayer(nnx.Module):
 
         `selection` is the one to share, for a DSA layer without an indexer of its own.
         """
-        trace = scoped(record, "attn")
-        site = self.attn_hc(streams, trace)
-        x = collapse(streams, site.pre)
-        _note(trace, "collapse", x)
-        x = rms_norm(x, self.attn_norm[...], self.eps)
-        _note(trace, "norm", x)
-        if isinstance(self.attn, KDA):
-            y, selection = self.attn(x, mask, trace), None
-            _note(trace, "kda", y)
-        else:
-            y, selection = self.attn(x, mask, selection, trace)
-            _note(trace, "dsa", y)
-        streams = expand(y, streams, site.post, site.comb)
-        _note(trace, "expand", streams)
 
+        def mix(x, trace):
+            if isinstance(self.attn, KDA):
+                return self.attn(x, mask, trace), None
+            return self.attn(x, mask, selection, trace)
+
+        streams, chosen = self._around_mixer(streams, mix, record)
+        return self._around_ffn(streams, record), chosen
+
+    def advance(
+        self,
+        streams: Streams,
+        stretch: Stretch,
+        state: LayerState,
+        selection: Selection | None = None,
+        record: Record | None = None,
+    ) -> tuple[Streams, Selection | None, LayerState]:
+        """As a call, for the tokens of `stretch` after those that `state` remembers."""
+
+        def mix(x, trace):
+            if isinstance(self.attn, KDA):
+                assert isinstance(state, KDAState)
+                y, recurrent = self.attn.advance(x, stretch, state)
+                return y, (None, recurrent)
+            assert isinstance(state, DSACache)
+            y, chosen, slots = self.attn.advance(x, stretch, state, selection, trace)
+            return y, (chosen, slots)
+
+        streams, (chosen, after) = self._around_mixer(streams, mix, record)
+        return self._around_ffn(streams, record), chosen, after
+
+    def _around_mixer(
+        self, streams: Streams, mix: Callable[..., tuple[Activations, Any]], record: Record | None
+    ) -> tuple[Streams, Any]:
+        name = "kda" if isinstance(self.attn, KDA) else "dsa"
+        trace = scoped(record, "attn")
+        return _residual(streams, self.attn_hc, self.attn_norm, self.eps, mix, name, trace)
+
+    def _around_ffn(self, streams: Streams, record: Record | None) -> Streams:
+        def feed_forward(x, trace):
+            return self.ffn(x, trace), None
+
+        name = "moe" if isinstance(self.ffn, MoE) else "dense"
         trace = scoped(record, "ffn")
-        site = self.ffn_hc(streams, trace)
-        x = collapse(streams, site.pre)
-        _note(trace, "collapse", x)
-        x = rms_norm(x, self.ffn_norm[...], self.eps)
-        _note(trace, "norm", x)
-        y = self.ffn(x, trace)
-        _note(trace, "moe" if isinstance(self.ffn, MoE) else "dense", y)
-        streams = expand(y, streams, site.post, site.comb)
-        _note(trace, "expand", streams)
-        return streams, selection
+        return _residual(streams, self.ffn_hc, self.ffn_norm, self.eps, feed_forward, name, trace)[
+            0
+        ]
+
+
+def _residual(
+    streams: Streams,
+    hc: HyperConnection,
+    norm: nnx.Param,
+    eps: float,
+    sublayer: Callable[[Activations, Record | None], tuple[Activations, Any]],
+    name: str,
+    trace: Record | None,
+) -> tuple[Streams, Any]:
+    """One site: the streams after `sublayer`, and what it returned beside its output."""
+    site = hc(streams, trace)
+    x = collapse(streams, site.pre)
+    note(trace, "collapse", x)
+    x = rms_norm(x, norm[...], eps)
+    note(trace, "norm", x)
+    y, beside = sublayer(x, trace)
+    note(trace, name, y)
+    streams = expand(y, streams, site.post, site.comb)
+    note(trace, "expand", streams)
+    return streams, beside
 
 
 class TextModel(nnx.Module):
@@ -155,20 +203,104 @@ class TextModel(nnx.Module):
         """
         tokens, mask = _checked_inputs(tokens, mask, self.config.vocab_size)
         streams = _embed(self.embed_tokens[...], tokens, self.config.hc_mult)
-        _note(record, "embedding", streams[:, :, 0])
+        note(record, "embedding", streams[:, :, 0])
         selection = None
         for plan, layer in zip(self.skeleton.layers, self.layers, strict=True):
             shared = selection if plan.indexer == "shared" else None
             streams, chosen, sites = _run_layer(layer, streams, mask, shared, record is not None)
             selection = selection if chosen is None else chosen
             for name, value in sites.items():
-                _note(record, f"layers.{plan.index}.{name}", value)
+                note(record, f"layers.{plan.index}.{name}", value)
         logits, sites = _read_out(
             streams, self.norm[...], self.lm_head[...], self.config.rms_norm_eps, record is not None
         )
         for name, value in sites.items():
-            _note(record, name, value)
+            note(record, name, value)
         return logits
+
+    def init_cache(self, batch: int, capacity: int, rewind: int = 0) -> Cache:
+        """The state of `batch` sequences before their first token.
+
+        `capacity` is how many real tokens a row may have; `rewind` how many tokens back
+        `Cache.rewind`, which says what that costs, may go. The latents, index keys and replayed
+        tokens are in the model's activation dtype (that of its embedding); recurrent states and
+        decays are float32, or float64 in a float64 model. `state_budget` counts the bytes.
+
+        Raises:
+            ValueError: no row, no capacity, or a negative rewind.
+        """
+        dtype = self.embed_tokens[...].dtype
+        return empty_cache(self.config, batch, capacity, rewind, dtype, self.mtp is not None)
+
+    def advance(
+        self,
+        tokens: Tokens,
+        cache: Cache,
+        mask: GivenMask | None = None,
+        *,
+        record: Record | None = None,
+    ) -> tuple[Activations, Cache]:
+        """The hidden states `[B, T, X]` of more tokens, after the final norm, and the new cache.
+
+        `mask` is 1 for real tokens, contiguous in each row: rows of a batch may bring any number of
+        tokens, none included, padded on the left or right. Padding enters no state; its hidden
+        states are finite and mean nothing. However a sequence is cut into calls, the result is that
+        of one call of the whole.
+
+        Outside `jax.jit` each layer is a call of its own, compiled once per kind of layer and shape
+        of `tokens`, wherever in the sequence it stands; the given cache stays valid. To update it
+        in place, wrap the step in `jax.jit` and donate the cache.
+
+        `record` is called at the sites around every sublayer and for each selection, of slots of
+        the cache; what it gets is left-aligned.
+
+        Raises:
+            ValueError: the tokens do not fit into the capacity; `tokens` or `mask` is not as
+                expected, or not of the cache's batch. Values are checked outside `jax.jit`; inside,
+                nothing is written past the capacity, and all logits of such a row are NaN.
+        """
+        tokens, mask = _checked_inputs(tokens, mask, self.config.vocab_size)
+        if tokens.shape[0] != cache.batch:
+            raise ValueError(f"tokens: expected the cache's {cache.batch} rows, got {len(tokens)}")
+        tokens, first, stretch = _left_aligned(jnp.asarray(tokens), mask, cache.lengths)
+        _check_room(stretch, cache.capacity)
+        streams = _embed(self.embed_tokens[...], tokens, self.config.hc_mult)
+        note(record, "embedding", streams[:, :, 0])
+        selection: Selection | None = None
+        states = []
+        for plan, layer, state in zip(self.skeleton.layers, self.layers, cache.layers, strict=True):
+            shared = selection if plan.indexer == "shared" else None
+            streams, chosen, state, sites = _advance_layer(
+                layer, streams, stretch, state, shared, record is not None
+            )
+            selection = selection if chosen is None else chosen
+            states.append(state)
+            for name, value in sites.items():
+                note(record, f"layers.{plan.index}.{name}", value)
+        hidden = _final_hidden(
+            streams, self.norm[...], stretch, first, self.config.rms_norm_eps, cache.capacity
+        )
+        return hidden, replace(
+            cache,
+            lengths=stretch.start + stretch.count,
+            kept=jnp.minimum(cache.kept + stretch.count, cache.depth),
+            layers=tuple(states),
+        )
+
+    def prefill(
+        self, tokens: Tokens, cache: Cache, mask: GivenMask | None = None
+    ) -> tuple[Logits, Cache]:
+        """The logits `[B, T, vocab]` of more tokens, and the cache after them: see `advance`."""
+        hidden, cache = self.advance(tokens, cache, mask)
+        return _head(hidden, self.lm_head[...]), cache
+
+    def decode(self, token: Int[Array | np.ndarray, " B"], cache: Cache) -> tuple[Array, Cache]:
+        """The logits `[B, vocab]` after one more token of every row: see `advance`."""
+        if jnp.ndim(token) != 1:
+            raise ValueError(f"token: expected integers [B], got shape {jnp.shape(token)}")
+        token = token if isinstance(token, jax.Array) else np.asarray(token)
+        logits, cache = self.prefill(token[:, None], cache)
+        return logits[:, 0], cache
 
 
 def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> TextModel:
@@ -211,6 +343,57 @@ def _run_layer(
     return streams, selection, sites
 
 
+@functools.partial(jax.jit, static_argnames="traced")
+def _advance_layer(
+    layer: DecoderLayer,
+    streams: Streams,
+    stretch: Stretch,
+    state: LayerState,
+    selection: Selection | None,
+    traced: bool,
+) -> tuple[Streams, Selection | None, LayerState, _Sites]:
+    sites = _Sites()
+    record = sites.__setitem__ if traced else None
+    return *layer.advance(streams, stretch, state, selection, record), sites
+
+
+@jax.jit
+def _left_aligned(
+    tokens: Int[Array, "B T"], mask: Mask, lengths: Int[Array, " B"]
+) -> tuple[Tokens, Int[Array, " B"], Stretch]:
+    """The tokens with each row's real ones first, where those stood, and the slots they get."""
+    first = jnp.argmax(mask, axis=1)
+    stretch = Stretch(lengths, jnp.sum(mask, axis=1, dtype=jnp.int32))
+    return roll_tokens(tokens, -first), first, stretch
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "capacity"))
+def _final_hidden(
+    streams: Streams,
+    norm: jax.Array,
+    stretch: Stretch,
+    first: Int[Array, " B"],
+    eps: float,
+    capacity: int,
+) -> Activations:
+    x = rms_norm(mean_streams(streams), norm, eps)
+    fits = stretch.start + stretch.count <= capacity
+    return jnp.where(fits[:, None, None], roll_tokens(x, first), jnp.nan)
+
+
+def _check_room(stretch: Stretch, capacity: int) -> None:
+    if isinstance(stretch.start, jax.core.Tracer) or isinstance(stretch.count, jax.core.Tracer):
+        return
+    used, asked = np.asarray(stretch.start), np.asarray(stretch.count)
+    full = np.flatnonzero(used + asked > capacity)
+    if full.size:
+        row = full[0]
+        raise ValueError(
+            f"the cache has a capacity of {capacity} tokens a row; row {row} has {used[row]} and "
+            f"was given {asked[row]} more: make one with init_cache(..., capacity=...)"
+        )
+
+
 @functools.partial(jax.jit, static_argnames="streams")
 def _embed(table: jax.Array, tokens: Tokens, streams: int) -> Streams:
     # Under jit an unknown id cannot be refused: it reads as NaN, which no logit hides.
@@ -225,12 +408,17 @@ def _read_out(
     sites = _Sites()
     record = sites.__setitem__ if traced else None
     x = mean_streams(streams)
-    _note(record, "final.mean", x)
+    note(record, "final.mean", x)
     x = rms_norm(x, norm, eps)
-    _note(record, "final.norm", x)
+    note(record, "final.norm", x)
     logits = head_logits(x, lm_head)
-    _note(record, "final.head", logits)
+    note(record, "final.head", logits)
     return logits, sites
+
+
+@jax.jit
+def _head(x: Activations, lm_head: jax.Array) -> Logits:
+    return head_logits(x, lm_head)
 
 
 def head_logits(x: Activations, lm_head: jax.Array) -> Logits:
@@ -252,11 +440,6 @@ def _mixer(layer: SkeletonLayer, config: ModelConfig, params: Params) -> KDA | D
 
 def _feed_forward(layer: SkeletonLayer, config: ModelConfig, params: Params) -> MoE | SwiGLU:
     return MoE(config, params) if layer.mlp == "moe" else SwiGLU(config, params)
-
-
-def _note(record: Record | None, name: str, value: jax.Array) -> None:
-    if record is not None:
-        record(name, value)
 
 
 def _checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> tuple[Tokens, Mask]:

@@ -6,6 +6,7 @@ pool that is not complete yet (the tail). Selections are integers, so no gradien
 indexer's parameters.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -13,11 +14,18 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from glm5_jax.cache import DSACache
 from glm5_jax.config import ModelConfig
+from glm5_jax.nn.blocks import map_queries
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import layer_norm
+from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import Activations, Mask, Record, Selection, wide
+
+# Cached pools are scored for so many queries, and so many pools, at a time.
+QUERY_BLOCK = 128
+POOL_TILE = 512
 
 
 class Span(NamedTuple):
@@ -30,6 +38,10 @@ class Span(NamedTuple):
     def of(cls, mask: Mask) -> "Span":
         """The span of a contiguous mask; an empty row has length 0."""
         return cls(jnp.argmax(mask, axis=1), jnp.sum(mask, axis=1, dtype=jnp.int32))
+
+    def seen(self, mask: Mask) -> Int[Array, "B T"]:
+        """How many real tokens each token sees, itself included; 0 for padding."""
+        return jnp.where(mask, jnp.arange(mask.shape[1]) - self.first[:, None] + 1, 0)
 
 
 def pool_keys(
@@ -59,6 +71,31 @@ def pool_keys(
     return jnp.sum(weights * in_pools(keys), axis=2)
 
 
+def complete_pools(
+    pooled: Float[Array, "B NP DI"],
+    keys: Float[Array, "B S DI"],
+    gates: Float[Array, "B S DI"],
+    ape: Float[Array, "P DI"],
+    stretch: Stretch,
+    tokens: int,
+) -> Float[Array, "B NP DI"]:
+    """`pooled` with the keys of the pools whose last token `stretch` brought.
+
+    Their tokens are read from the cached `keys` and `gates`, so a pool may have come in many calls.
+    `tokens` is how many a row can bring at most.
+    """
+    B, P = keys.shape[0], ape.shape[0]
+    first = stretch.start // P
+    pools = (tokens + P - 1) // P
+    slot = first[:, None] * P + jnp.arange(pools * P)
+    batch = jnp.arange(B)[:, None]
+    there = Span(jnp.zeros_like(first), stretch.start + stretch.count - first * P)
+    new = pool_keys(keys[batch, slot], gates[batch, slot], ape, there)
+    pool = first[:, None] + jnp.arange(pools)
+    pool = jnp.where(jnp.arange(pools) < there.length[:, None] // P, pool, pooled.shape[1])
+    return pooled.at[batch, pool].set(new, mode="drop")
+
+
 def index_scores(
     queries: Float[Array, "B T HI DI"],
     keys: Float[Array, "B NP DI"],
@@ -80,17 +117,40 @@ def index_scores(
     return jnp.einsum("bth,bthp->btp", weights, dots, precision=jax.lax.Precision.HIGHEST)
 
 
+def score_pools(
+    queries: Float[Array, "B T HI DI"],
+    keys: Float[Array, "B NP DI"],
+    weights: Float[Array, "B T HI"],
+    pools: Int[Array, ""],
+) -> Float[Array, "B T NP"]:
+    """`index_scores` of the first `pools` keys at least, in tiles of keys of one width.
+
+    What no tile reached scores −inf.
+    """
+    (B, T), NP = queries.shape[:2], keys.shape[1]
+    width = min(POOL_TILE, NP)
+    if width == NP:
+        return index_scores(queries, keys, weights)
+
+    def score_tile(tile, scores):
+        # The last tile begins earlier where the pools do not fill it.
+        at = jnp.minimum(tile * width, NP - width)
+        part = index_scores(queries, jax.lax.dynamic_slice_in_dim(keys, at, width, 1), weights)
+        return jax.lax.dynamic_update_slice_in_dim(scores, part, at, 2)
+
+    scores = jnp.full((B, T, NP), -jnp.inf, wide(queries.dtype))
+    return jax.lax.fori_loop(0, -(-pools // width), score_tile, scores)
+
+
 def head_weights(logits: Float[Array, "B T HI"]) -> Float[Array, "B T HI"]:
     """The index heads' signed weights, float32: `logits · HI^-0.5`, no softmax."""
     return logits.astype(wide(logits.dtype)) * logits.shape[-1] ** -0.5
 
 
-def visible_pools(mask: Mask, span: Span, pool: int) -> Bool[Array, "B T NP"]:
-    """Pools whose last token each query can see; none for a padded query."""
-    T = mask.shape[1]
-    visible = jnp.arange(T) - span.first[:, None] + 1
-    last = pool * (jnp.arange(T // pool) + 1)
-    return (last <= visible[..., None]) & mask[..., None]
+def visible_pools(seen: Int[Array, "B T"], pools: int, pool: int) -> Bool[Array, "B T NP"]:
+    """Pools whose last token each query can see; none for a padded query, which has `seen` 0."""
+    last = pool * (jnp.arange(pools) + 1)
+    return last <= seen[..., None]
 
 
 def select_pools(
@@ -108,25 +168,29 @@ def select_pools(
 
 
 def select_tokens(
-    pools: Int[Array, "B T C"], mask: Mask, span: Span, pool: int, top_k: int, tail: bool
+    pools: Int[Array, "B T C"],
+    seen: Int[Array, "B T"],
+    first: Int[Array, " B"],
+    pool: int,
+    top_k: int,
+    tail: bool,
 ) -> Selection:
     """Token positions of the chosen pools, then of the visible tail; −1 in unused slots.
 
-    W is `top_k + pool − 1`, or `top_k` without the tail, however few pools there are. A query
-    whose own pool is complete has no tail, and attends to itself only if that pool was chosen.
+    `first` is the position of a row's first real token, and `seen` how many a query sees. W is
+    `top_k + pool − 1`, or `top_k` without the tail, however few pools there are. A query whose own
+    pool is complete has no tail, and attends to itself only if that pool was chosen.
     """
     B, T, C = pools.shape
-    first = span.first[:, None, None]
+    first = first[:, None, None]
     tokens = first[..., None] + pools[..., None] * pool + jnp.arange(pool)
     tokens = jnp.where(pools[..., None] >= 0, tokens, -1).reshape(B, T, C * pool)
     tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, top_k - C * pool)), constant_values=-1)
     if not tail:
         return tokens.astype(jnp.int32)
-    position = jnp.arange(T)[None, :, None]
-    visible = position - first + 1
+    in_pools = (seen // pool * pool)[..., None]
     slots = jnp.arange(pool - 1)
-    in_tail = (slots < visible % pool) & mask[..., None]
-    tail_tokens = jnp.where(in_tail, position + 1 - visible % pool + slots, -1)
+    tail_tokens = jnp.where(slots < seen[..., None] - in_pools, first + in_pools + slots, -1)
     return jnp.concatenate([tokens, tail_tokens], axis=-1).astype(jnp.int32)
 
 
@@ -149,18 +213,58 @@ class Indexer(nnx.Module):
         self, x: Activations, qr: Float[Array, "B T Rq"], mask: Mask, record: Record | None = None
     ) -> Selection:
         """The selection of each query; sites `index_keys`, `pool_keys`, `index_scores`, `pools`."""
-        span = Span.of(mask)
-        ape = self.ape[...]
+        span, ape = Span.of(mask), self.ape[...]
         P = ape.shape[0]
-        queries = linear(qr, self.wq_b[...]).reshape(*qr.shape[:2], self.heads, -1)
-        keys = layer_norm(linear(x, self.wk[...]), self.k_norm_weight[...], self.k_norm_bias[...])
-        pooled = pool_keys(keys, linear(x, self.compress_gate[...]), ape, span)
-        weights = head_weights(linear(x, self.weights_proj[...]))
+        seen = span.seen(mask)
+        queries, weights = self._queries(x, qr)
+        keys, gates = self._keys(x)
+        pooled = pool_keys(keys, gates, ape, span)
         scores = index_scores(queries, pooled, weights)
-        pools = select_pools(scores, visible_pools(mask, span, P), self.top_k // P)
+        pools = select_pools(scores, visible_pools(seen, pooled.shape[1], P), self.top_k // P)
         if record is not None:
             record("index_keys", keys)
             record("pool_keys", pooled)
             record("index_scores", scores)
             record("pools", pools)
-        return select_tokens(pools, mask, span, P, self.top_k, self.tail)
+        return select_tokens(pools, seen, span.first, P, self.top_k, self.tail)
+
+    def advance(
+        self, x: Activations, qr: Float[Array, "B T Rq"], stretch: Stretch, cache: DSACache
+    ) -> tuple[Selection, DSACache]:
+        """The slots that each query of `stretch` selects, and the cache with their index keys.
+
+        The work for a token is that of scoring the pools that the longest row has, whatever the
+        capacity.
+        """
+        assert cache.index_keys is not None and cache.gates is not None
+        assert cache.pool_keys is not None
+        ape = self.ape[...]
+        P, T, NP = ape.shape[0], x.shape[1], cache.pool_keys.shape[1]
+        keys, gates = (
+            stretch.write(*written)
+            for written in zip((cache.index_keys, cache.gates), self._keys(x), strict=True)
+        )
+        pooled = complete_pools(cache.pool_keys, keys, gates, ape, stretch, T)
+
+        def choose(queries, weights, seen):
+            scores = score_pools(queries, pooled, weights, jnp.max(seen) // P)
+            return select_pools(scores, visible_pools(seen, NP, P), self.top_k // P)
+
+        seen = stretch.seen(T)
+        pools = map_queries(choose, QUERY_BLOCK, *self._queries(x, qr), seen)
+        selection = select_tokens(
+            pools, seen, jnp.zeros_like(stretch.start), P, self.top_k, self.tail
+        )
+        return selection, replace(cache, index_keys=keys, gates=gates, pool_keys=pooled)
+
+    def _queries(
+        self, x: Activations, qr: Float[Array, "B T Rq"]
+    ) -> tuple[Float[Array, "B T HI DI"], Float[Array, "B T HI"]]:
+        """Queries and head weights."""
+        queries = linear(qr, self.wq_b[...]).reshape(*qr.shape[:2], self.heads, -1)
+        return queries, head_weights(linear(x, self.weights_proj[...]))
+
+    def _keys(self, x: Activations) -> tuple[Float[Array, "B T DI"], Float[Array, "B T DI"]]:
+        """Keys and pool gates."""
+        keys = layer_norm(linear(x, self.wk[...]), self.k_norm_weight[...], self.k_norm_bias[...])
+        return keys, linear(x, self.compress_gate[...])

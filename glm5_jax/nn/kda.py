@@ -5,13 +5,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from glm5_jax.cache import KDAState, Replay
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
-from glm5_jax.nn.padding import mask_padding
+from glm5_jax.nn.padding import Stretch, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import Activations, Mask, Record, wide
-from pallas_kernels.kda import chunk_kda, kda_gate
+from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
 
 
 def split_conv(weight: Float[Array, "C3 K"]) -> list[Float[Array, "C K"]]:
@@ -22,14 +23,20 @@ def split_conv(weight: Float[Array, "C3 K"]) -> list[Float[Array, "C K"]]:
     return jnp.split(weight, 3)
 
 
-def causal_conv(x: Float[Array, "B T C"], weight: Float[Array, "C K"]) -> Float[Array, "B T C"]:
+def causal_conv(
+    x: Float[Array, "B T C"],
+    weight: Float[Array, "C K"],
+    before: Float[Array, "B K-1 C"] | None = None,
+) -> Float[Array, "B T C"]:
     """SiLU of the causal depthwise convolution, in float32, cast back to x's dtype.
 
-    `weight[:, K-1]` multiplies the current token. Before the first token there are zeros.
+    `weight[:, K-1]` multiplies the current token. `before` are the columns before the first token,
+    zeros where there are none.
     """
-    T, K = x.shape[1], weight.shape[1]
-    h = x.astype(wide(x.dtype))
-    h = jnp.pad(h, ((0, 0), (K - 1, 0), (0, 0)))
+    (B, T, C), K = x.shape, weight.shape[1]
+    if before is None:
+        before = jnp.zeros((B, K - 1, C), x.dtype)
+    h = jnp.concatenate([before, x], axis=1).astype(wide(x.dtype))
     weight = weight.astype(h.dtype)
     out = sum(weight[:, tap] * h[:, tap : tap + T] for tap in range(K))
     return jax.nn.silu(out).astype(x.dtype)
@@ -68,23 +75,88 @@ class KDA(nnx.Module):
         token), `o` (of the recurrence).
         """
         x = mask_padding(x, mask)
-
-        projections = (self.q_proj, self.k_proj, self.v_proj)
+        columns = [linear(x, projection[...]) for projection in self._projections()]
         q, k, v = (
-            self._by_head(causal_conv(linear(x, projection[...]), conv))
-            for projection, conv in zip(projections, split_conv(self.conv[...]), strict=True)
+            self._by_head(causal_conv(h, taps))
+            for h, taps in zip(columns, split_conv(self.conv[...]), strict=True)
         )
-
-        f = self._by_head(linear(linear(x, self.f_a_proj[...]), self.f_b_proj[...]))
-        g = kda_gate(f, self.A_log[...], self.dt_bias[...], self.lower_bound)
-        beta = input_gate(linear(x, self.b_proj[...]))
+        g, beta = self._gates(x)
         o, state = chunk_kda(q, k, v, g, beta, output_final_state=record is not None)
-
-        gate = self._by_head(linear(linear(x, self.g_a_proj[...]), self.g_b_proj[...]))
-        y = gated_rms_norm(o, gate, self.o_norm[...], self.eps)
         if record is not None and state is not None:
             for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
                 record(name, value)
+        return self._output(x, o)
+
+    def advance(
+        self, x: Activations, stretch: Stretch, state: KDAState
+    ) -> tuple[Activations, KDAState]:
+        """Mix the tokens of `stretch` into what `state` remembers, and the state after them."""
+        T, K = x.shape[1], self.conv.shape[1]
+        depth = state.conv.shape[1] - (K - 1)
+        x = mask_padding(x, stretch.mask(T))
+        columns = [linear(x, projection[...]) for projection in self._projections()]
+        before = jnp.split(state.conv[:, depth:], 3, axis=2)
+        q, k, v = (
+            self._by_head(causal_conv(*inputs))
+            for inputs in zip(columns, split_conv(self.conv[...]), before, strict=True)
+        )
+        g, beta = self._gates(x)
+        if depth == 0:
+            o, recurrent = chunk_kda(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                initial_state=state.recurrent,
+                output_final_state=True,
+                lengths=stretch.count,
+            )
+            replay = state.replay
+        else:
+            o, recurrent, replay = self._replayed(q, Replay(k, v, g, beta), stretch, state)
+        assert recurrent is not None
+        conv = jnp.concatenate([state.conv, jnp.concatenate(columns, axis=2)], axis=1)
+        conv = shift_tokens(conv, T - stretch.count)[:, T:]
+        return self._output(x, o), KDAState(recurrent, conv, replay)
+
+    def _replayed(
+        self, q: Float[Array, "B T H D"], new: Replay, stretch: Stretch, state: KDAState
+    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H D D"], Replay]:
+        """The recurrence where the last n tokens stay outside of the state.
+
+        Replayed and new tokens together are n + T rows: the first T of them go into the state for
+        good, the last n only for their outputs.
+        """
+        (B, T, H, D), n = q.shape, state.replay.k.shape[1]
+
+        def joined(old, new):
+            # A row that brings less than T tokens has its zeros in front, where they do nothing.
+            return shift_tokens(jnp.concatenate([old, new], axis=1), T - stretch.count)
+
+        q = joined(jnp.zeros((B, n, H, D), q.dtype), q)
+        rows = jax.tree.map(joined, state.replay, new)
+        first = jax.tree.map(lambda h: h[:, :T], rows)
+        last = jax.tree.map(lambda h: h[:, T:], rows)
+        o_first, recurrent = recurrent_kda(
+            q[:, :T], first.k, first.v, first.g, first.beta, state.recurrent
+        )
+        o_last, _ = recurrent_kda(q[:, T:], last.k, last.v, last.g, last.beta, recurrent)
+        o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
+        return shift_tokens(o, stretch.count - T), recurrent, last
+
+    def _projections(self) -> tuple[nnx.Param, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _gates(self, x: Activations) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
+        """Log-decay and write strength."""
+        f = self._by_head(linear(linear(x, self.f_a_proj[...]), self.f_b_proj[...]))
+        g = kda_gate(f, self.A_log[...], self.dt_bias[...], self.lower_bound)
+        return g, input_gate(linear(x, self.b_proj[...]))
+
+    def _output(self, x: Activations, o: Float[Array, "B T H D"]) -> Activations:
+        gate = self._by_head(linear(linear(x, self.g_a_proj[...]), self.g_b_proj[...]))
+        y = gated_rms_norm(o, gate, self.o_norm[...], self.eps)
         return linear(y.reshape(*x.shape[:2], -1), self.o_proj[...])
 
     def _by_head(self, h: Float[Array, "B T HD"]) -> Float[Array, "B T H D"]:

@@ -1,6 +1,14 @@
-"""Padded positions: what a mixer, which looks along time, has to be kept from seeing."""
+"""Padded positions: what a mixer, which looks along time, has to be kept from seeing.
 
+Without a cache a row's real tokens stand anywhere in it (`Mask`). With one, `left_align` has put
+them first, and `Stretch` says which slots of the cache they get.
+"""
+
+from dataclasses import dataclass
+
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int, Shaped
 
 from glm5_jax.nn.types import Activations, Mask
 
@@ -12,3 +20,46 @@ def mask_padding(x: Activations, mask: Mask) -> Activations:
     a padded token writes nothing into a recurrent state.
     """
     return jnp.where(mask[..., None], x, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stretch:
+    """The tokens that one call brings to a cache: of row b the first `count[b]`.
+
+    They get the slots from `start` on, which is how many tokens the row had before.
+    """
+
+    start: Int[Array, " B"]
+    count: Int[Array, " B"]
+
+    def mask(self, tokens: int) -> Mask:
+        """Which of the call's `tokens` positions are real."""
+        return jnp.arange(tokens) < self.count[:, None]
+
+    def seen(self, tokens: int) -> Int[Array, "B T"]:
+        """How many tokens of its row each token sees, itself included; 0 for padding."""
+        position = self.start[:, None] + jnp.arange(tokens)
+        return jnp.where(self.mask(tokens), position + 1, 0)
+
+    def write(
+        self, slots: Shaped[Array, "B S *_"], values: Shaped[Array, "B T *_"]
+    ) -> Shaped[Array, "B S *_"]:
+        """`slots` with the real tokens' `values` in their slots; none is past the end."""
+        B, T = values.shape[:2]
+        slot = jnp.where(self.mask(T), self.start[:, None] + jnp.arange(T), slots.shape[1])
+        return slots.at[jnp.arange(B)[:, None], slot].set(values, mode="drop")
+
+
+def shift_tokens(x: Shaped[Array, "B T *_"], distance: Int[Array, " B"]) -> Shaped[Array, "B T *_"]:
+    """Row b moved `distance[b]` positions later (earlier where negative), zeros moving in."""
+    B, T = x.shape[:2]
+    source = jnp.arange(T) - distance[:, None]
+    source = jnp.where(source < 0, T, source)  # a negative index would count from the end
+    return x.at[jnp.arange(B)[:, None], source].get(mode="fill", fill_value=0)
+
+
+def roll_tokens(x: Shaped[Array, "B T *_"], distance: Int[Array, " B"]) -> Shaped[Array, "B T *_"]:
+    """Row b moved `distance[b]` positions later, what leaves at the end coming in at the front."""
+    B, T = x.shape[:2]
+    return x[jnp.arange(B)[:, None], (jnp.arange(T) - distance[:, None]) % T]

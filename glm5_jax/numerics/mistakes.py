@@ -223,9 +223,9 @@ def query_and_key_taps_swapped(weight):
 
 
 @_instead_of(causal_conv)
-def taps_reversed(x, weight):
+def taps_reversed(x, weight, *before):
     """Tap 0 touches the current token."""
-    return causal_conv(x, weight[:, ::-1])
+    return causal_conv(x, weight[:, ::-1], *before)
 
 
 @_instead_of(kda_gate)
@@ -359,24 +359,23 @@ def index_relu_after_the_sum(queries, keys, weights):
 
 
 @_instead_of(visible_pools)
-def pool_visible_from_its_first_token(mask, span, pool):
+def pool_visible_from_its_first_token(seen, pools, pool):
     """A query may choose the pool that it stands in, the future tokens of it included."""
-    visible = jnp.arange(mask.shape[1]) - span.first[:, None] + 1
-    first = pool * jnp.arange(mask.shape[1] // pool) + 1
-    return (first <= visible[..., None]) & mask[..., None]
+    first = pool * jnp.arange(pools) + 1
+    return first <= seen[..., None]
 
 
 @_instead_of(select_tokens)
-def tail_dropped(pools, mask, span, pool, top_k, tail):
+def tail_dropped(pools, seen, first, pool, top_k, tail):
     """The tokens of the incomplete pool are not selected."""
-    return select_tokens(pools, mask, span, pool, top_k, False)
+    return select_tokens(pools, seen, first, pool, top_k, False)
 
 
 @_instead_of(select_tokens)
-def every_query_sees_itself(pools, mask, span, pool, top_k, tail):
+def every_query_sees_itself(pools, seen, first, pool, top_k, tail):
     """A query's own token is selected even where its pool is complete and was not chosen."""
-    selection = select_tokens(pools, mask, span, pool, top_k, tail)
-    itself = jnp.where(mask, jnp.arange(mask.shape[1]), -1)[..., None]
+    selection = select_tokens(pools, seen, first, pool, top_k, tail)
+    itself = jnp.where(seen > 0, first[:, None] + seen - 1, -1)[..., None]
     return jnp.concatenate([selection, itself.astype(selection.dtype)], axis=-1)
 
 

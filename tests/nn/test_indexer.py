@@ -130,7 +130,7 @@ def test_scores_of_bfloat16_operands_are_float32():
 
 def test_a_pool_is_visible_only_when_its_last_token_is():
     mask, span = one_row(2, 9, 11)
-    visible = np.asarray(visible_pools(mask, span, 4))[0]
+    visible = np.asarray(visible_pools(span.seen(mask), 2, 4))[0]
     last_of_pool = [5, 9]  # tokens 2..5 and 6..9
     for query in range(11):
         assert visible[query].tolist() == [query >= 2 and last <= query for last in last_of_pool]
@@ -138,7 +138,7 @@ def test_a_pool_is_visible_only_when_its_last_token_is():
 
 def test_padded_queries_see_no_pool():
     mask, span = one_row(1, 5, 9)
-    visible = np.asarray(visible_pools(mask, span, 2))[0]
+    visible = np.asarray(visible_pools(span.seen(mask), 4, 2))[0]
     assert not visible[0].any()
     assert not visible[6:].any()
     assert visible[5, :2].all()
@@ -201,21 +201,21 @@ def test_width_is_top_k_and_the_tail_however_few_pools_there_are():
     mask, span = one_row(0, 6, 6)
     for chosen in ([[[0]] * 6], [[[-1, 0]] * 6], [[[]] * 6]):
         pools = jnp.asarray(chosen, jnp.int32)
-        assert select_tokens(pools, mask, span, 4, 12, True).shape == (1, 6, 15)
-        assert select_tokens(pools, mask, span, 4, 12, False).shape == (1, 6, 12)
+        assert select_tokens(pools, span.seen(mask), span.first, 4, 12, True).shape == (1, 6, 15)
+        assert select_tokens(pools, span.seen(mask), span.first, 4, 12, False).shape == (1, 6, 12)
 
 
 def test_full_selection_keeps_its_tail():
     mask, span = one_row(1, 11, 12)  # pools 1..4, 5..8, tail 9..11
     pools = jnp.broadcast_to(jnp.asarray([1, 0]), (1, 12, 2))
-    selection = np.asarray(select_tokens(pools, mask, span, 4, 8, True))[0, 11]
+    selection = np.asarray(select_tokens(pools, span.seen(mask), span.first, 4, 8, True))[0, 11]
     np.testing.assert_array_equal(selection, [5, 6, 7, 8, 1, 2, 3, 4, 9, 10, 11])
 
 
 def test_tail_is_what_a_query_sees_of_its_own_incomplete_pool():
     mask, span = one_row(2, 9, 12)
     none = jnp.full((1, 12, 1), -1)
-    selection = chosen_tokens(select_tokens(none, mask, span, 4, 4, True)[0])
+    selection = chosen_tokens(select_tokens(none, span.seen(mask), span.first, 4, 4, True)[0])
     expected = [set(), set(), {2}, {2, 3}, {2, 3, 4}, set(), {6}, {6, 7}, {6, 7, 8}, set(), {10}]
     assert selection == [*expected, set()]
 
@@ -223,13 +223,13 @@ def test_tail_is_what_a_query_sees_of_its_own_incomplete_pool():
 def test_without_the_tail_only_pools_are_selected():
     mask, span = one_row(0, 7, 7)
     none = jnp.full((1, 7, 1), -1)
-    assert np.all(np.asarray(select_tokens(none, mask, span, 4, 4, False)) == -1)
+    assert np.all(np.asarray(select_tokens(none, span.seen(mask), span.first, 4, 4, False)) == -1)
 
 
 def test_pools_of_one_token_have_no_tail():
     mask, span = one_row(1, 3, 4)
     pools = jnp.asarray([[[-1, -1], [0, -1], [1, 0], [2, 0]]])
-    selection = np.asarray(select_tokens(pools, mask, span, 1, 2, True))[0]
+    selection = np.asarray(select_tokens(pools, span.seen(mask), span.first, 1, 2, True))[0]
     np.testing.assert_array_equal(selection, [[-1, -1], [1, -1], [2, 1], [3, 1]])
 
 
