@@ -18,6 +18,7 @@ from jaxtyping import Array, Int
 
 from glm5_jax.cache import Cache, DSACache, KDAState, LayerState, empty_cache
 from glm5_jax.config import ModelConfig
+from glm5_jax.inputs import checked_inputs
 from glm5_jax.mtp import MTPHead
 from glm5_jax.nn.dsa import DSA
 from glm5_jax.nn.ffn import MoE, SwiGLU
@@ -201,7 +202,7 @@ class TextModel(nnx.Module):
                 is outside the vocabulary. Values are checked where they are known, which is outside
                 `jax.jit`; inside, a token outside the vocabulary makes its logits NaN.
         """
-        tokens, mask = _checked_inputs(tokens, mask, self.config.vocab_size)
+        tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
         streams = _embed(self.embed_tokens[...], tokens, self.config.hc_mult)
         note(record, "embedding", streams[:, :, 0])
         selection = None
@@ -259,7 +260,7 @@ class TextModel(nnx.Module):
                 expected, or not of the cache's batch. Values are checked outside `jax.jit`; inside,
                 nothing is written past the capacity, and all logits of such a row are NaN.
         """
-        tokens, mask = _checked_inputs(tokens, mask, self.config.vocab_size)
+        tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
         if tokens.shape[0] != cache.batch:
             raise ValueError(f"tokens: expected the cache's {cache.batch} rows, got {len(tokens)}")
         tokens, first, stretch = _left_aligned(jnp.asarray(tokens), mask, cache.lengths)
@@ -396,9 +397,16 @@ def _check_room(stretch: Stretch, capacity: int) -> None:
 
 @functools.partial(jax.jit, static_argnames="streams")
 def _embed(table: jax.Array, tokens: Tokens, streams: int) -> Streams:
-    # Under jit an unknown id cannot be refused: it reads as NaN, which no logit hides.
-    x = table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    x = embed(table, tokens)
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
+
+
+def embed(table: jax.Array, tokens: Tokens) -> Activations:
+    """The rows of the embedding for `tokens`; NaN for a token outside the vocabulary.
+
+    Under jit such a token cannot be refused, and no logit hides a NaN.
+    """
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "traced"))
@@ -440,33 +448,3 @@ def _mixer(layer: SkeletonLayer, config: ModelConfig, params: Params) -> KDA | D
 
 def _feed_forward(layer: SkeletonLayer, config: ModelConfig, params: Params) -> MoE | SwiGLU:
     return MoE(config, params) if layer.mlp == "moe" else SwiGLU(config, params)
-
-
-def _checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> tuple[Tokens, Mask]:
-    if not isinstance(tokens, jax.Array):
-        tokens = np.asarray(tokens)
-    if tokens.ndim != 2 or 0 in tokens.shape or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens: expected integers [B, T], at least one, got {tokens.dtype} {tokens.shape}"
-        )
-    if not isinstance(tokens, jax.core.Tracer):
-        low, high = int(np.min(tokens)), int(np.max(tokens))
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"tokens: expected ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}"
-            )
-    if mask is None:
-        return tokens, jnp.ones(tokens.shape, bool)
-    if not isinstance(mask, jax.Array):
-        mask = np.asarray(mask)
-    if mask.shape != tokens.shape:
-        raise ValueError(f"mask: expected the tokens' shape {tokens.shape}, got {mask.shape}")
-    if not isinstance(mask, jax.core.Tracer):
-        known = np.asarray(mask)
-        if not np.isin(known, (0, 1)).all():
-            raise ValueError("mask: expected 1 for real tokens and 0 for padding, got other values")
-        starts = np.diff(known.astype(np.int8), axis=1, prepend=0) == 1
-        holes = np.flatnonzero(starts.sum(axis=1) > 1)
-        if holes.size:
-            raise ValueError(f"mask: the real tokens of row {holes[0]} are not contiguous")
-    return tokens, jnp.asarray(mask, bool)

@@ -185,8 +185,9 @@ class DSA(nnx.Module):
     ) -> tuple[Activations, Selection, DSACache]:
         """Attend from the tokens of `stretch` to what is cached and to themselves.
 
-        In the latent's space: queries through W_kᵀ, the sums of latents through W_v. Returns also
-        the selection that was used, as slots, and the cache with the new tokens. Site `selection`.
+        In the latent's space: queries through W_kᵀ, the sums of latents through W_v. With a
+        `selection`, of slots, the indexer does not run and its cache stays. Returns also the
+        selection that was used, and the cache with the new tokens. Site `selection`.
         """
         x = mask_padding(x, stretch.mask(x.shape[1]))
         q, qr, latent = self._project(x)
@@ -195,7 +196,7 @@ class DSA(nnx.Module):
             latent=stretch.write(cache.latent, latent),
             valid=stretch.write(cache.valid, jnp.ones(x.shape[:2], bool)),
         )
-        if self.indexer is not None:
+        if selection is None and self.indexer is not None:
             selection, cache = self.indexer.advance(x, qr, stretch, cache)
         if selection is None:
             raise ValueError("a DSA layer that shares its selection was given none to share")
