@@ -21,24 +21,31 @@ def read_tokens(
             below `vocab_size`.
     """
     if text is not None and file is None:
-        rows = [_ids(text, "--tokens")]
+        rows = [read_ids(text, "--tokens")]
     elif file is not None and text is None:
         rows = _array_rows(file) if file.suffix == ".npy" else _line_rows(file)
     else:
         given = "neither" if text is None else "both"
         raise CheckpointError(f"expected either --tokens or --tokens-file, got {given}")
-    source = file or "--tokens"
-    if not rows or not all(rows):
-        raise CheckpointError(f"{source}: expected token ids, got none")
-    for token in (token for row in rows for token in row):
-        if not 0 <= token < vocab_size:
-            raise CheckpointError(
-                f"{source}: expected token ids from 0 to {vocab_size - 1}, got {token}"
-            )
+    _check_tokens(rows, str(file or "--tokens"), vocab_size)
     return left_padded(rows)
 
 
-def left_padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+def text_tokens(ids: list[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `read_tokens`, of a text whose tokenizer gave `ids`."""
+    _check_tokens([ids], "--prompt", vocab_size)
+    return left_padded([ids])
+
+
+def read_ids(line: str, where: str) -> list[int]:
+    """The ids in a line, separated by commas or blanks; `where` is for the CheckpointError."""
+    try:
+        return [int(word) for word in line.replace(",", " ").split()]
+    except ValueError as error:
+        raise CheckpointError(f"{where}: expected token ids, got {line.strip()!r}") from error
+
+
+def left_padded(rows: Sequence[Sequence[int] | np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Tokens [B, T] int32, padded on the left with 0, and mask [B, T] bool."""
     length = max(map(len, rows))
     tokens = np.zeros((len(rows), length), np.int32)
@@ -47,6 +54,14 @@ def left_padded(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         tokens[i, length - len(row) :] = row
         mask[i, length - len(row) :] = True
     return tokens, mask
+
+
+def right_padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+    """Tokens [B, width] int32, padded on the right with 0."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)] = row
+    return tokens
 
 
 def top_tokens(
@@ -75,11 +90,14 @@ def write_logits(path: Path, logits: np.ndarray, tokens: np.ndarray, mask: np.nd
     return path
 
 
-def _ids(line: str, where: str) -> list[int]:
-    try:
-        return [int(word) for word in line.replace(",", " ").split()]
-    except ValueError as error:
-        raise CheckpointError(f"{where}: expected token ids, got {line.strip()!r}") from error
+def _check_tokens(rows: Sequence[Sequence[int]], source: str, vocab_size: int) -> None:
+    if not rows or not all(rows):
+        raise CheckpointError(f"{source}: expected token ids, got none")
+    for token in (token for row in rows for token in row):
+        if not 0 <= token < vocab_size:
+            raise CheckpointError(
+                f"{source}: expected token ids from 0 to {vocab_size - 1}, got {token}"
+            )
 
 
 def _line_rows(file: Path) -> list[list[int]]:
@@ -87,7 +105,7 @@ def _line_rows(file: Path) -> list[list[int]]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{file}: expected token ids, got binary data") from error
-    return [_ids(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
+    return [read_ids(line, f"{file}:{n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
 def _array_rows(file: Path) -> list[list[int]]:
