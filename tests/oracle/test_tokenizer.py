@@ -11,7 +11,7 @@ TEXTS = ["a cat sat", "Größe → 漢字 🙂", "  two  blanks ", ""]
 
 @pytest.fixture(scope="module")
 def trained():
-    """Byte-level BPE with hardly a merge, so that characters fall into pieces; adds a start token."""
+    """Byte-level BPE with hardly a merge, so that characters are in pieces; adds a start token."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
