@@ -19,6 +19,15 @@ DISK_BYTES = {"BF16": 2, "F32": 4}
 ACTIVATION_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 TOKEN_INDEX_BYTES = 4  # an expert id is int32 in every dtype
 VALIDITY_BYTES = 1
+COUNTER_BYTES = 4
+# The fields of a StateBudget that are in none of its sums.
+APART = (
+    "dsa_bytes_per_pool",
+    "counters",
+    "mtp_per_token",
+    "mtp_bytes_per_pool",
+    "mtp_counters",
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +107,16 @@ class StateBudget:
     kda_conv: the last K−1 columns before the convolution, and `rewind` columns more to return to.
     kda_replay: what a return of `rewind` tokens needs: k and v, and g and beta in float32.
     dsa_kv_per_token: the latent c that all heads attend to.
-    dsa_indexer_per_token: the index key, the pool gate, and one byte of validity.
+    dsa_indexer_per_token: the index key, the pool gate, and one byte of validity; that byte alone
+    for a layer that shares another's selection.
     streams_per_token: the M residual streams of a forward pass, in float32.
     routing_per_token: one layer's router logits, and the ids and weights of the chosen experts.
-    mtp_per_token: latent and indexer of the MTP layer's own cache. Counted apart: it is in none of
-    the sums below.
     kda_heads: how many heads the KDA bytes are spread over (for `per_rank`).
+
+    Counted apart, in none of the sums below, is what a cache has besides:
+    dsa_bytes_per_pool: the keys of a complete pool of tokens.
+    counters: how many tokens the sequence has, and how many of them it can go back.
+    mtp_per_token, mtp_bytes_per_pool, mtp_counters: the MTP layer's own cache, all of it.
     """
 
     kda_recurrent: int
@@ -113,8 +126,12 @@ class StateBudget:
     dsa_indexer_per_token: int
     streams_per_token: int
     routing_per_token: int
-    mtp_per_token: int
     kda_heads: int
+    dsa_bytes_per_pool: int
+    counters: int
+    mtp_per_token: int
+    mtp_bytes_per_pool: int
+    mtp_counters: int
 
     def fixed(self) -> int:
         """Bytes that do not grow with the sequence."""
@@ -169,7 +186,9 @@ def state_budget(config: ModelConfig, dtype: str = "bfloat16", rewind: int = 0) 
         raise ConfigError(f"dtype must be one of {', '.join(ACTIVATION_BYTES)}, got {dtype!r}")
     if rewind < 0:
         raise ConfigError(f"rewind must be 0 tokens or more, got {rewind}")
-    plan = Skeleton.from_config(config).state_plan()
+    skeleton = Skeleton.from_config(config)
+    plan = skeleton.state_plan()
+    indexers = sum(layer.indexer == "full" for layer in skeleton.layers)
     kda = sum(entry.kind == "recurrent" for entry in plan)
     sparse = sum(entry.kind == "sparse_kv" and not entry.is_mtp for entry in plan)
     mtp = sum(entry.is_mtp for entry in plan)
@@ -179,7 +198,8 @@ def state_budget(config: ModelConfig, dtype: str = "bfloat16", rewind: int = 0) 
     heads, width = config.linear_num_heads, config.linear_head_dim
     columns = config.linear_conv_kernel_dim - 1 + rewind
     latent = config.kv_lora_rank * narrow
-    indexer = 2 * config.index_head_dim * narrow + VALIDITY_BYTES
+    pool = config.index_head_dim * narrow
+    indexer = 2 * config.index_head_dim * narrow
     chosen = config.num_experts_per_tok * (TOKEN_INDEX_BYTES + wide)
     routed = config.n_routed_experts * wide + chosen
     return StateBudget(
@@ -187,11 +207,15 @@ def state_budget(config: ModelConfig, dtype: str = "bfloat16", rewind: int = 0) 
         kda_conv=kda * 3 * heads * width * columns * narrow,
         kda_replay=kda * rewind * heads * (2 * width * narrow + (width + 1) * wide),
         dsa_kv_per_token=sparse * latent,
-        dsa_indexer_per_token=sparse * indexer,
+        dsa_indexer_per_token=indexers * indexer + sparse * VALIDITY_BYTES,
         streams_per_token=config.hc_mult * config.hidden_size * wide,
         routing_per_token=routed if "moe" in config.mlp_layer_types else 0,
-        mtp_per_token=mtp * (latent + indexer),
         kda_heads=heads,
+        dsa_bytes_per_pool=indexers * pool,
+        counters=2 * COUNTER_BYTES,
+        mtp_per_token=mtp * (latent + indexer + VALIDITY_BYTES),
+        mtp_bytes_per_pool=mtp * pool,
+        mtp_counters=mtp * COUNTER_BYTES,
     )
 
 
@@ -236,8 +260,8 @@ def budget_text(
     for name, size in asdict(state).items():
         if name == "kda_heads":
             continue
-        unit = " per token" if name.endswith("per_token") else ""
-        apart = ", counted apart" if name == "mtp_per_token" else ""
+        unit = next((f" per {u}" for u in ("token", "pool") if name.endswith(f"per_{u}")), "")
+        apart = ", counted apart" if name in APART else ""
         lines.append(entry(name, f"{size:,}", unit + apart))
     lines.append(entry("fixed", f"{state.fixed():,}", ""))
     lines.append(entry("per_token", f"{state.per_token():,}", " per token"))

@@ -85,8 +85,26 @@ def test_cache_of_the_mtp_layer_is_counted_apart():
     with_mtp = state_budget(RELEASE)
     without = state_budget(dataclasses.replace(RELEASE, num_nextn_predict_layers=0))
     assert with_mtp.mtp_per_token == 512 * 2 + 2 * 128 * 2 + 1 == (11_264 + 5_643) // 11
-    assert without == dataclasses.replace(with_mtp, mtp_per_token=0)
+    assert (with_mtp.mtp_bytes_per_pool, with_mtp.mtp_counters) == (128 * 2, 4)
+    assert without == dataclasses.replace(
+        with_mtp, mtp_per_token=0, mtp_bytes_per_pool=0, mtp_counters=0
+    )
     assert with_mtp.per_token() == without.per_token()
+
+
+def test_pool_keys_and_counters_are_counted_apart():
+    state = state_budget(RELEASE)
+    assert (state.dsa_bytes_per_pool, state.counters) == (11 * 128 * 2, 8)
+    bare = dataclasses.replace(state, dsa_bytes_per_pool=0, counters=0)
+    assert (bare.fixed(), bare.per_token()) == (state.fixed(), state.per_token())
+
+
+def test_layer_that_shares_a_selection_keeps_no_index():
+    shared = dataclasses.replace(RELEASE, indexer_types=("full",) * 7 + ("shared",) * 38)
+    full, state = state_budget(RELEASE), state_budget(shared)
+    assert state.dsa_indexer_per_token == 2 * 128 * 2 + 11  # layer 3's, and validity
+    assert state.dsa_bytes_per_pool == 128 * 2
+    assert state.dsa_kv_per_token == full.dsa_kv_per_token
 
 
 def test_one_rank_holds_its_heads_state_and_the_whole_latent():
