@@ -19,35 +19,40 @@ def apply_experts(
     tokens: Float[Array, "t X"],
     chosen: Int[Array, "t k"],
     num_experts: int,
+    at_hand: int | None = None,
 ) -> Float[Array, "t k X"]:
     """`expert(chosen[i, j], tokens[i])` for every pair (i, j).
 
-    `expert(index, rows)` computes one expert on some rows; it sees each pair exactly once.
+    `expert(index, rows)` computes one expert on some rows; it sees each pair exactly once. Only
+    the experts below `at_hand` are there, all `num_experts` by default; pairs of others are zero.
+    Whatever else is there, a pair gets the same bits: its row has the same place in its block.
     """
     t, k = chosen.shape
     pairs = t * k
     block = _block_rows(pairs, num_experts)
+    at_hand = num_experts if at_hand is None else at_hand
     # Σ ceil(count / block) is at most this, however the pairs fall.
-    blocks = min(pairs, (pairs + min(pairs, num_experts) * (block - 1)) // block)
+    blocks = min(pairs, (pairs + min(pairs, at_hand) * (block - 1)) // block)
 
-    of_pair = chosen.reshape(-1)
+    of_pair = jnp.minimum(chosen.reshape(-1), at_hand)  # those that are not there come last
     order = jnp.argsort(of_pair, stable=True)
-    counts = jnp.bincount(of_pair, length=num_experts)
+    counts = jnp.bincount(of_pair, length=at_hand)
     end_block = jnp.cumsum(-(-counts // block))
     first_block = end_block - -(-counts // block)
     first_rank = jnp.cumsum(counts) - counts
     sorted_expert = of_pair[order]
     rank = jnp.arange(pairs) - first_rank[sorted_expert]
     slot = first_block[sorted_expert] * block + rank
+    slot = jnp.where(sorted_expert < at_hand, slot, blocks * block)
 
     # Slots that no pair fills read token 0; nobody reads what comes of it.
-    token_of_slot = jnp.zeros(blocks * block, order.dtype).at[slot].set(order // k)
+    token_of_slot = jnp.zeros(blocks * block, order.dtype).at[slot].set(order // k, mode="drop")
     expert_of_block = jnp.searchsorted(end_block, jnp.arange(blocks), side="right")
 
     def run_block(_, block_input):
         index, rows = block_input
         return None, jax.lax.cond(
-            index < num_experts,
+            index < at_hand,
             lambda: expert(index, tokens[rows]),
             lambda: jnp.zeros((block, tokens.shape[1]), tokens.dtype),
         )
@@ -56,7 +61,8 @@ def apply_experts(
         run_block, None, (expert_of_block, token_of_slot.reshape(blocks, block))
     )
     slot_of_pair = jnp.zeros(pairs, slot.dtype).at[order].set(slot)
-    return outputs.reshape(blocks * block, -1)[slot_of_pair].reshape(t, k, -1)
+    outputs = outputs.reshape(blocks * block, -1)
+    return outputs.at[slot_of_pair].get(mode="fill", fill_value=0).reshape(t, k, -1)
 
 
 def _block_rows(pairs: int, num_experts: int) -> int:

@@ -11,7 +11,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.nn.experts import apply_experts
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.types import Activations, Record, scoped, wide
+from glm5_jax.nn.types import Activations, Record, note, scoped, wide
 
 
 def clamped_swiglu(
@@ -114,9 +114,13 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Stacked expert weights: gate and up `[E, I, X]`, down `[E, X, I]`."""
+    """Stacked expert weights: gate and up `[E, I, X]`, down `[E, X, I]`.
+
+    The stacks may hold fewer than the model's experts; then `outputs` are those of the ones held.
+    """
 
     def __init__(self, config: ModelConfig, params: Params):
+        self.experts = config.n_routed_experts
         self.limit = config.swiglu_limit
         self.gate_proj = params("gate_proj")
         self.up_proj = params("up_proj")
@@ -124,6 +128,13 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Activations, routing: Routing) -> Activations:
         """The weighted sum of each token's experts; only chosen experts are computed."""
+        return weigh(self.outputs(x, routing.experts), routing.weights)
+
+    def outputs(self, x: Activations, chosen: Int[Array, "B T k"]) -> Float[Array, "B T k X"]:
+        """What each token's experts make of it, not weighed yet.
+
+        `chosen` are indices into the stacks; zeros for those past the end.
+        """
 
         def expert(index: Int[Array, ""], rows: Float[Array, "n X"]) -> Float[Array, "n X"]:
             gate = linear(rows, self.gate_proj[index])
@@ -131,15 +142,18 @@ class Experts(nnx.Module):
             return linear(clamped_swiglu(gate, up, self.limit), self.down_proj[index])
 
         tokens = x.reshape(-1, x.shape[-1])
-        experts = routing.experts.reshape(tokens.shape[0], -1)
-        outputs = apply_experts(expert, tokens, experts, self.gate_proj.shape[0])
-        weights = routing.weights.reshape(*experts.shape, 1)
-        # One float32 sum in the order of the routing, so a token's result depends on nothing else.
-        return (
-            jnp.sum(outputs.astype(wide(x.dtype)) * weights, axis=1)
-            .astype(x.dtype)
-            .reshape(x.shape)
-        )
+        pairs = chosen.reshape(tokens.shape[0], -1)
+        outputs = apply_experts(expert, tokens, pairs, self.experts, self.gate_proj.shape[0])
+        return outputs.reshape(*chosen.shape, -1)
+
+
+def weigh(outputs: Float[Array, "B T k X"], weights: Float[Array, "B T k"]) -> Activations:
+    """The weighted sum over a token's experts: float32, in the order of the routing, cast once.
+
+    So a token's result depends on nothing else, and not on the order of the experts' computation.
+    """
+    terms = outputs.astype(wide(outputs.dtype)) * weights[..., None]
+    return jnp.sum(terms, axis=-2).astype(outputs.dtype)
 
 
 class MoE(nnx.Module):
@@ -153,8 +167,19 @@ class MoE(nnx.Module):
     def __call__(self, x: Activations, record: Record | None = None) -> Activations:
         """`[B, T, X]` to `[B, T, X]`; sites `router.*`, `experts`, `shared`."""
         routing = self.router(x, scoped(record, "router"))
-        routed, shared = self.experts(x, routing), self.shared(x)
-        if record is not None:
-            record("experts", routed)
-            record("shared", shared)
-        return routed + shared
+        outputs = self.experts.outputs(x, routing.experts)
+        return add_shared(self.shared, x, outputs, routing.weights, record)
+
+
+def add_shared(
+    shared: SwiGLU,
+    x: Activations,
+    outputs: Float[Array, "B T k X"],
+    weights: Float[Array, "B T k"],
+    record: Record | None = None,
+) -> Activations:
+    """The weighted sum of the experts and the shared expert; sites `experts`, `shared`."""
+    routed, of_shared = weigh(outputs, weights), shared(x)
+    note(record, "experts", routed)
+    note(record, "shared", of_shared)
+    return routed + of_shared
