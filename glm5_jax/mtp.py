@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
+from glm5_jax.cache import DSACache
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.dsa import DSA
 from glm5_jax.nn.ffn import MoE
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import rms_norm
+from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.types import Activations, Mask, Record, note, scoped
+from glm5_jax.nn.types import Activations, Mask, Record, Selection, note, scoped
 
 
 class PlainLayer(nnx.Module):
@@ -40,6 +42,18 @@ class PlainLayer(nnx.Module):
         x = x + y
         note(trace, "add", x)
         return self._feed_forward(x, scoped(record, "ffn"))
+
+    def advance(
+        self,
+        x: Activations,
+        stretch: Stretch,
+        cache: DSACache,
+        selection: Selection | None = None,
+    ) -> tuple[Activations, Selection, DSACache]:
+        """As a call, for the pairs of `stretch` after those in `cache`: see `DSA.advance`."""
+        h = rms_norm(x, self.attn_norm[...], self.eps)
+        y, selection, cache = self.attn.advance(h, stretch, cache, selection)
+        return self._feed_forward(x + y, None), selection, cache
 
     def _feed_forward(self, x: Activations, trace: Record | None) -> Activations:
         h = rms_norm(x, self.ffn_norm[...], self.eps)
@@ -80,6 +94,23 @@ class MTPHead(nnx.Module):
         x = rms_norm(self.layer(x, mask, record), self.shared_head_norm[...], self.eps)
         note(record, "norm", x)
         return x
+
+    def advance(
+        self,
+        hidden: Activations,
+        embedded: Activations,
+        stretch: Stretch,
+        cache: DSACache,
+        selection: Selection | None = None,
+    ) -> tuple[Activations, Selection, DSACache]:
+        """h' of the pairs of `stretch` after those in `cache`, what they selected, and the cache.
+
+        With a `selection` `[B, T, W]` of slots they attend to that, and the indexer does not run.
+        """
+        slots = stretch.start[:, None] + jnp.arange(hidden.shape[1])
+        x = self.join(hidden, embedded, slots)
+        x, selection, cache = self.layer.advance(x, stretch, cache, selection)
+        return rms_norm(x, self.shared_head_norm[...], self.eps), selection, cache
 
     def join(
         self, hidden: Activations, embedded: Activations, slots: Int[Array, "B T"]
