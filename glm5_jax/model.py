@@ -6,9 +6,8 @@ There are no positions anywhere: order reaches the model through KDA's recurrenc
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +15,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int
 
-from glm5_jax.cache import Cache, DSACache, KDAState, LayerState, empty_cache
+from glm5_jax.cache import Cache, empty_cache
+from glm5_jax.compiled import compiled
 from glm5_jax.config import ModelConfig
 from glm5_jax.inputs import checked_inputs
+from glm5_jax.layer import DecoderLayer
 from glm5_jax.mtp import MTPHead
-from glm5_jax.nn.dsa import DSA
-from glm5_jax.nn.ffn import MoE, SwiGLU
-from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.linear import full_precision
-from glm5_jax.nn.mhc import HyperConnection, collapse, expand, mean_streams
+from glm5_jax.nn.mhc import mean_streams
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, roll_tokens
 from glm5_jax.nn.params import Params
@@ -41,102 +39,8 @@ from glm5_jax.nn.types import (
     scoped,
     wide,
 )
-from glm5_jax.skeleton import Skeleton, SkeletonLayer
+from glm5_jax.skeleton import Skeleton
 from glm5_jax.specs import leaves
-
-
-class DecoderLayer(nnx.Module):
-    """A mixer and a feed-forward layer, each inside its own hyper-connection."""
-
-    def __init__(self, layer: SkeletonLayer, config: ModelConfig, params: Params):
-        self.eps = config.rms_norm_eps
-        self.attn_hc = HyperConnection(config, params.at("attn_hc"))
-        self.attn_norm = params("attn_norm")
-        self.attn = _mixer(layer, config, params.at("attn"))
-        self.ffn_hc = HyperConnection(config, params.at("ffn_hc"))
-        self.ffn_norm = params("ffn_norm")
-        self.ffn = _feed_forward(layer, config, params.at("ffn"))
-
-    def __call__(
-        self,
-        streams: Streams,
-        mask: Mask,
-        selection: Selection | None = None,
-        record: Record | None = None,
-    ) -> tuple[Streams, Selection | None]:
-        """The streams after this layer, and the selection of a DSA layer (None from KDA).
-
-        `selection` is the one to share, for a DSA layer without an indexer of its own.
-        """
-
-        def mix(x, trace):
-            if isinstance(self.attn, KDA):
-                return self.attn(x, mask, trace), None
-            return self.attn(x, mask, selection, trace)
-
-        streams, chosen = self._around_mixer(streams, mix, record)
-        return self._around_ffn(streams, record), chosen
-
-    def advance(
-        self,
-        streams: Streams,
-        stretch: Stretch,
-        state: LayerState,
-        selection: Selection | None = None,
-        record: Record | None = None,
-    ) -> tuple[Streams, Selection | None, LayerState]:
-        """As a call, for the tokens of `stretch` after those that `state` remembers."""
-
-        def mix(x, trace):
-            if isinstance(self.attn, KDA):
-                assert isinstance(state, KDAState)
-                y, recurrent = self.attn.advance(x, stretch, state)
-                return y, (None, recurrent)
-            assert isinstance(state, DSACache)
-            y, chosen, slots = self.attn.advance(x, stretch, state, selection, trace)
-            return y, (chosen, slots)
-
-        streams, (chosen, after) = self._around_mixer(streams, mix, record)
-        return self._around_ffn(streams, record), chosen, after
-
-    def _around_mixer(
-        self, streams: Streams, mix: Callable[..., tuple[Activations, Any]], record: Record | None
-    ) -> tuple[Streams, Any]:
-        name = "kda" if isinstance(self.attn, KDA) else "dsa"
-        trace = scoped(record, "attn")
-        return _residual(streams, self.attn_hc, self.attn_norm, self.eps, mix, name, trace)
-
-    def _around_ffn(self, streams: Streams, record: Record | None) -> Streams:
-        def feed_forward(x, trace):
-            return self.ffn(x, trace), None
-
-        name = "moe" if isinstance(self.ffn, MoE) else "dense"
-        trace = scoped(record, "ffn")
-        return _residual(streams, self.ffn_hc, self.ffn_norm, self.eps, feed_forward, name, trace)[
-            0
-        ]
-
-
-def _residual(
-    streams: Streams,
-    hc: HyperConnection,
-    norm: nnx.Param,
-    eps: float,
-    sublayer: Callable[[Activations, Record | None], tuple[Activations, Any]],
-    name: str,
-    trace: Record | None,
-) -> tuple[Streams, Any]:
-    """One site: the streams after `sublayer`, and what it returned beside its output."""
-    site = hc(streams, trace)
-    x = collapse(streams, site.pre)
-    note(trace, "collapse", x)
-    x = rms_norm(x, norm[...], eps)
-    note(trace, "norm", x)
-    y, beside = sublayer(x, trace)
-    note(trace, name, y)
-    streams = expand(y, streams, site.post, site.comb)
-    note(trace, "expand", streams)
-    return streams, beside
 
 
 class TextModel(nnx.Module):
@@ -208,16 +112,10 @@ class TextModel(nnx.Module):
         selection = None
         for plan, layer in zip(self.skeleton.layers, self.layers, strict=True):
             shared = selection if plan.indexer == "shared" else None
-            streams, chosen, sites = _run_layer(layer, streams, mask, shared, record is not None)
+            streams, chosen = layer(streams, mask, shared, scoped(record, f"layers.{plan.index}"))
             selection = selection if chosen is None else chosen
-            for name, value in sites.items():
-                note(record, f"layers.{plan.index}.{name}", value)
-        logits, sites = _read_out(
-            streams, self.norm[...], self.lm_head[...], self.config.rms_norm_eps, record is not None
-        )
-        for name, value in sites.items():
-            note(record, name, value)
-        return logits
+        norm, lm_head = self.norm[...], self.lm_head[...]
+        return read_out(streams, norm, lm_head, eps=self.config.rms_norm_eps, record=record)
 
     def init_cache(self, batch: int, capacity: int, rewind: int = 0) -> Cache:
         """The state of `batch` sequences before their first token.
@@ -271,13 +169,10 @@ class TextModel(nnx.Module):
         states = []
         for plan, layer, state in zip(self.skeleton.layers, self.layers, cache.layers, strict=True):
             shared = selection if plan.indexer == "shared" else None
-            streams, chosen, state, sites = _advance_layer(
-                layer, streams, stretch, state, shared, record is not None
-            )
+            trace = scoped(record, f"layers.{plan.index}")
+            streams, chosen, state = layer.advance(streams, stretch, state, shared, trace)
             selection = selection if chosen is None else chosen
             states.append(state)
-            for name, value in sites.items():
-                note(record, f"layers.{plan.index}.{name}", value)
         hidden = _final_hidden(
             streams, self.norm[...], stretch, first, self.config.rms_norm_eps, cache.capacity
         )
@@ -321,41 +216,6 @@ def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> T
 
     config, arrays = load_leaves(path, dtype=dtype, mtp=mtp)
     return TextModel.from_leaves(config, arrays)
-
-
-@jax.tree_util.register_pytree_node_class
-class _Sites(dict):
-    """Trace sites in the order in which they were recorded; a plain dict would be sorted by jit."""
-
-    def tree_flatten(self):
-        return tuple(self.values()), tuple(self)
-
-    @classmethod
-    def tree_unflatten(cls, names, values):
-        return cls(zip(names, values, strict=True))
-
-
-@functools.partial(jax.jit, static_argnames="traced")
-def _run_layer(
-    layer: DecoderLayer, streams: Streams, mask: Mask, selection: Selection | None, traced: bool
-) -> tuple[Streams, Selection | None, _Sites]:
-    sites = _Sites()
-    streams, selection = layer(streams, mask, selection, sites.__setitem__ if traced else None)
-    return streams, selection, sites
-
-
-@functools.partial(jax.jit, static_argnames="traced")
-def _advance_layer(
-    layer: DecoderLayer,
-    streams: Streams,
-    stretch: Stretch,
-    state: LayerState,
-    selection: Selection | None,
-    traced: bool,
-) -> tuple[Streams, Selection | None, LayerState, _Sites]:
-    sites = _Sites()
-    record = sites.__setitem__ if traced else None
-    return *layer.advance(streams, stretch, state, selection, record), sites
 
 
 @jax.jit
@@ -409,19 +269,18 @@ def embed(table: jax.Array, tokens: Tokens) -> Activations:
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "traced"))
-def _read_out(
-    streams: Streams, norm: jax.Array, lm_head: jax.Array, eps: float, traced: bool
-) -> tuple[Logits, _Sites]:
-    sites = _Sites()
-    record = sites.__setitem__ if traced else None
+@compiled("eps")
+def read_out(
+    streams: Streams, norm: jax.Array, lm_head: jax.Array, *, eps: float, record: Record | None
+) -> Logits:
+    """The logits after the last layer: the mean over the streams, the final norm, the head."""
     x = mean_streams(streams)
     note(record, "final.mean", x)
     x = rms_norm(x, norm, eps)
     note(record, "final.norm", x)
     logits = head_logits(x, lm_head)
     note(record, "final.head", logits)
-    return logits, sites
+    return logits
 
 
 @jax.jit
@@ -438,13 +297,3 @@ def head_logits(x: Activations, lm_head: jax.Array) -> Logits:
         precision=full_precision(x.dtype),
         preferred_element_type=wide(x.dtype),
     )
-
-
-def _mixer(layer: SkeletonLayer, config: ModelConfig, params: Params) -> KDA | DSA:
-    if layer.mixer == "kda":
-        return KDA(config, params)
-    return DSA(config, params, owns_indexer=layer.indexer == "full")
-
-
-def _feed_forward(layer: SkeletonLayer, config: ModelConfig, params: Params) -> MoE | SwiGLU:
-    return MoE(config, params) if layer.mlp == "moe" else SwiGLU(config, params)

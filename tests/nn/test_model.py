@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from glm5_jax import model as model_file
+from glm5_jax import layer as layer_file
 from glm5_jax.checkpoint.tiny import packaged_config
 from glm5_jax.config import load_config
-from glm5_jax.model import TextModel
+from glm5_jax.model import TextModel, read_out
 from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.params import Params
 from glm5_jax.specs import leaves
@@ -149,20 +149,30 @@ def test_single_token_gives_the_first_logits_of_a_sequence(logits, two_layers, t
 
 
 class LayerByLayer(NamedTuple):
-    """A call outside jit: its logits and trace, and how many layers it compiled, twice."""
+    """A call outside jit: its logits and trace, and what of the layers it compiled, twice."""
 
     logits: np.ndarray
     sites: dict[str, np.ndarray]
-    compiled: tuple[int, int]
+    compiled: tuple[dict[str, int], dict[str, int]]
+
+
+PIECES = {
+    "mix": layer_file._mix.jitted,
+    "dense": layer_file._feed_forward_dense.jitted,
+    "route": layer_file._route.jitted,
+    "experts": layer_file.expert_outputs,
+    "gather": layer_file._gather.jitted,
+}
 
 
 @pytest.fixture(scope="module")
 def outside_jit(small, tokens, mask):
-    model_file._run_layer.clear_cache()
+    for piece in PIECES.values():
+        piece.clear_cache()
     out, sites = traced(small.model, tokens, mask)
-    first = model_file._run_layer._cache_size()
+    first = {name: piece._cache_size() for name, piece in PIECES.items()}
     traced(small.model, tokens[::-1], mask[::-1])
-    second = model_file._run_layer._cache_size()
+    second = {name: piece._cache_size() for name, piece in PIECES.items()}
     sites = {name: np.asarray(value) for name, value in sites.items()}
     return LayerByLayer(np.asarray(out), sites, (first, second))
 
@@ -212,7 +222,8 @@ def test_streams_are_averaged_without_weights_before_the_last_norm(trace):
 
 def test_mean_of_four_streams_by_hand():
     streams = jnp.asarray([1.0, 2.0, 3.0, 6.0]).reshape(1, 1, 4, 1)
-    _, sites = model_file._read_out(streams, jnp.ones(1), jnp.ones((1, 1)), 0.0, True)
+    sites = {}
+    read_out(streams, jnp.ones(1), jnp.ones((1, 1)), eps=0.0, record=sites.__setitem__)
     np.testing.assert_array_equal(sites["final.mean"], [[[3.0]]])
 
 
@@ -256,9 +267,11 @@ def test_shared_layer_takes_the_last_full_choice(build, tokens):
 # ---- compilation
 
 
-def test_layers_of_one_kind_are_compiled_once(outside_jit):
-    # KDA+dense, DSA+MoE, KDA+MoE (twice), shared DSA+MoE; nothing for other tokens.
-    assert outside_jit.compiled == (4, 4)
+def test_pieces_of_one_kind_are_compiled_once(outside_jit):
+    # Mixers: KDA, DSA, DSA that shares. Of the rest one each, and nothing for other tokens.
+    first, second = outside_jit.compiled
+    assert first == {"mix": 3, "dense": 1, "route": 1, "experts": 1, "gather": 1}
+    assert second == first
 
 
 # ---- refusals
