@@ -94,12 +94,6 @@ def segment_starts(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
 
 
-def decay(g: Float[Array, "*B H K"], starts: Bool[Array, " *B"] | None) -> Float[Array, "*B H K"]:
-    """What a token leaves of the state before it: exp(g), and exactly nothing at a start."""
-    factor = jnp.exp(g)
-    return factor if starts is None else jnp.where(starts[..., None, None], 0, factor)
-
-
 def without_padding(
     tokens: tuple[Float[Array, "B T ..."], ...],
     starts: Bool[Array, "B T"] | None,

@@ -32,7 +32,9 @@ def recurrence(
     (q, k, v, g, beta), starts = base.without_padding((q, k, v, g, beta), starts, lengths)
     q, k, v, g, beta = (x.astype(state.dtype) for x in (q, k, v, g, beta))
     q, k = base.prepare(q, k, scale=scale, use_qk_l2norm=use_qk_l2norm)
-    decay = base.decay(g, starts)
+    decay = jnp.exp(g)
+    if starts is not None:
+        decay = jnp.where(starts[..., None, None], 0, decay)
 
     def token(S, inputs):
         q, k, v, decay, beta = inputs
