@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .checkpoint.verify import verify
     from .config import ModelConfig, load_config
     from .errors import CheckpointError, ConfigError
+    from .generation import generate
     from .model import TextModel, load
     from .skeleton import Skeleton
 
@@ -29,6 +30,7 @@ _HOME = {
     "TextModel": "model",
     "audit": "checkpoint.audit",
     "convert": "checkpoint.convert",
+    "generate": "generation",
     "load": "model",
     "load_config": "config",
     "make_tiny": "checkpoint.tiny",
@@ -46,6 +48,7 @@ __all__ = [
     "__version__",
     "audit",
     "convert",
+    "generate",
     "load",
     "load_config",
     "make_tiny",

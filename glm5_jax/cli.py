@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -60,6 +61,13 @@ AllowBf16 = Annotated[
     bool, typer.Option("--allow-bf16", help="Accept BF16 where float32 is required.")
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random weights.")]
+TokenIds = Annotated[
+    str | None, typer.Option("--tokens", metavar="1,2,3", help="Token ids of one sequence.")
+]
+TokensFile = Annotated[
+    Path | None,
+    typer.Option(help="A sequence a line, ids separated by commas or blanks; or a .npy array."),
+]
 
 
 @app.command()
@@ -121,13 +129,8 @@ def verify(
 @app.command()
 def forward(
     directory: Directory,
-    tokens: Annotated[
-        str | None, typer.Option(metavar="1,2,3", help="Token ids of one sequence.")
-    ] = None,
-    tokens_file: Annotated[
-        Path | None,
-        typer.Option(help="A sequence a line, ids separated by commas or blanks; or a .npy array."),
-    ] = None,
+    tokens: TokenIds = None,
+    tokens_file: TokensFile = None,
     dtype: Dtype = "stored",
     top: Annotated[int, typer.Option(min=1, help="Tokens shown for each position.")] = 5,
     out: Annotated[
@@ -141,10 +144,7 @@ def forward(
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
     if out is not None and not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: there is no directory {out.absolute().parent}")
-    if dtype == "float64":
-        import jax
-
-        jax.config.update("jax_enable_x64", True)
+    _allow_float64(dtype)
     from glm5_jax.model import load
 
     logits = np.asarray(load(directory, dtype=dtype)(batch, mask))
@@ -153,6 +153,92 @@ def forward(
             print(line)
     else:
         print(f"{write_logits(out, logits, batch, mask)}: logits {logits.shape}")
+
+
+@app.command()
+def generate(
+    directory: Directory,
+    prompt: Annotated[
+        str | None, typer.Option(help="A text, where DIR has a tokenizer; it is answered in text.")
+    ] = None,
+    tokens: TokenIds = None,
+    tokens_file: TokensFile = None,
+    max_new: Annotated[int, typer.Option(min=1, help="New tokens of a sequence, at most.")] = 32,
+    draft: Annotated[
+        int, typer.Option(min=0, help="Tokens that the MTP layer guesses before each check.")
+    ] = 0,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw from this many likeliest.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the likeliest that have this probability.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    eos: Annotated[
+        str | None,
+        typer.Option(metavar="1,2", help="Tokens that end a sequence; '' for none, else DIR's."),
+    ] = None,
+    dtype: Dtype = "stored",
+    json: Json = False,
+) -> None:
+    """Continue a sequence, its tokens printed as they come; several are printed when all end."""
+    from glm5_jax.config import load_config
+    from glm5_jax.token_batch import read_ids, read_tokens, text_tokens
+    from glm5_jax.tokenizer import TextStream, end_tokens, load_tokenizer
+
+    config = load_config(directory)
+    ends = end_tokens(directory, config) if eos is None else read_ids(eos, "--eos")
+    if min(ends, default=0) < 0:
+        raise CheckpointError(f"--eos: expected token ids, got {eos!r}")
+    tokenizer = None
+    if prompt is None:
+        batch, mask = read_tokens(tokens, tokens_file, config.vocab_size)
+    elif tokens is not None or tokens_file is not None:
+        raise CheckpointError("expected either --prompt or token ids, got both")
+    else:
+        tokenizer = load_tokenizer(directory)
+        batch, mask = text_tokens(tokenizer.encode(prompt), config.vocab_size)
+    _allow_float64(dtype)
+    from glm5_jax.generation import generate
+    from glm5_jax.model import load
+    from glm5_jax.sampling import make_sampling
+
+    try:
+        make_sampling(temperature, top_k, top_p, seed)  # before the weights are read
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    text = None if tokenizer is None else TextStream(tokenizer)
+
+    def show(row: int, token: int) -> None:
+        print(f"{token} " if text is None else text.push(token), end="", flush=True)
+
+    streamed = len(batch) == 1 and not json
+    try:
+        generation = generate(
+            load(directory, dtype=dtype, mtp=draft > 0),
+            batch,
+            mask,
+            max_new_tokens=max_new,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            eos=ends,
+            draft_tokens=draft,
+            on_token=show if streamed else None,
+        )
+    except FloatingPointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    if streamed:
+        print("" if text is None else text.rest())
+    elif json:
+        found = {"tokens": generation.rows, "stats": asdict(generation.stats)}
+        if tokenizer is not None:
+            found["text"] = [tokenizer.decode(row) for row in generation.rows]
+        print(_json(found))
+    else:
+        for i, row in enumerate(generation.rows):
+            print(f"[{i}]", *row)
+    print(generation.stats, file=sys.stderr)
 
 
 @app.command()
@@ -261,6 +347,14 @@ def _progress() -> Iterator:
             bar.update(task, completed=done, total=total, description=label)
 
         yield update
+
+
+def _allow_float64(dtype: str) -> None:
+    """Switch JAX to 64-bit types where the model is to have them, before it makes any array."""
+    if dtype == "float64":
+        import jax
+
+        jax.config.update("jax_enable_x64", True)
 
 
 def _json(value: object) -> str:

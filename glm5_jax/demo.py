@@ -13,6 +13,7 @@ from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.tiny import make_tiny
 from glm5_jax.checkpoint.verify import verify
 from glm5_jax.errors import CheckpointError
+from glm5_jax.generation import generate
 from glm5_jax.model import TextModel, load
 from glm5_jax.numerics.oracle import oracle_available, oracle_logits, oracle_model
 from glm5_jax.token_batch import left_padded
@@ -61,31 +62,23 @@ def _steps(directory: Path) -> bool:
     console.rule("a jitted forward pass from both directories")
     tokens, mask = left_padded(PROMPTS)
     forward = jax.jit(TextModel.__call__)
-    model = load(orbax)
-    restored, direct = (np.asarray(forward(m, tokens, mask)) for m in (model, load(source)))
+    model, other = load(orbax), load(source)
+    restored, direct = (np.asarray(forward(m, tokens, mask)) for m in (model, other))
     same = np.array_equal(restored, direct)
     print(
         f"logits {restored.shape} {restored.dtype}: Orbax and safetensors are "
         f"{'bit-identical' if same else 'DIFFERENT'}"
     )
 
-    console.rule("greedy generation, by whole forward passes")
-    for prompt, continuation in zip(PROMPTS, _greedy(model, tokens, mask), strict=True):
+    console.rule("greedy generation, with a cache")
+    generation, twin = (generate(m, PROMPTS, max_new_tokens=NEW_TOKENS) for m in (model, other))
+    for prompt, continuation in zip(PROMPTS, generation.rows, strict=True):
         print(f"{list(prompt)} → {continuation}")
+    continued = generation.rows == twin.rows
+    print(f"{generation.stats}; both directories {'agree' if continued else 'are APART'}")
 
-    return report.complete and verified.ok and same and _agrees_with_oracle(console, source)
-
-
-def _greedy(model: TextModel, tokens: np.ndarray, mask: np.ndarray) -> list[list[int]]:
-    """Continue every row by `NEW_TOKENS`; one compilation, for the final length."""
-    length = tokens.shape[1]
-    room = ((0, 0), (0, NEW_TOKENS))
-    tokens, mask = np.pad(tokens, room), np.pad(mask, room)
-    forward = jax.jit(TextModel.__call__)
-    for end in range(length, length + NEW_TOKENS):
-        tokens[:, end] = np.argmax(forward(model, tokens, mask)[:, end - 1], axis=-1)
-        mask[:, end] = True
-    return tokens[:, length:].tolist()
+    ours = report.complete and verified.ok and same and continued
+    return ours and _agrees_with_oracle(console, source)
 
 
 def _agrees_with_oracle(console: Console, source: Path) -> bool:

@@ -129,6 +129,77 @@ def test_forward_reads_an_array_of_tokens(run, tiny, tmp_path):
     assert len(run("forward", tiny, "--tokens-file", tmp_path / "t.npy")[1].splitlines()) == 4
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """Two layers of the tiny model and its MTP layer: less to compile for generation."""
+    raw = json.loads(packaged_config("tiny").read_text())
+    del raw["text_config"]["linear_attn_config"]["kda_layers"]
+    del raw["text_config"]["linear_attn_config"]["full_attn_layers"]
+    raw["text_config"] |= {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "indexer_types": ["full", "full"],
+    }
+    return make_tiny(tmp_path_factory.mktemp("cli") / "small", raw)
+
+
+def test_generate_streams_tokens_and_says_what_it_took(run, small, tmp_path):
+    import glm5_jax as glm
+
+    expected = glm.generate(glm.load(small), [[5, 6, 7]], max_new_tokens=6)
+    asked = ("--tokens", "5,6,7", "--max-new", 6)
+    status, out, err = run("generate", small, *asked)
+    assert status == 0 and out.endswith("\n") and list(map(int, out.split())) == expected.rows[0]
+    assert err.startswith("3 prompt tokens") and "6 new ones, 5 calls" in err
+
+    status, out, _ = run("generate", small, *asked, "--json")
+    found = json.loads(out)
+    assert found["tokens"] == expected.rows and found["stats"]["trunk_calls"] == 5
+
+    ends = expected.rows[0][2:0:-1]
+    stopped = " ".join(map(str, expected.rows[0][:2]))
+    assert run("generate", small, *asked, "--eos", f"{ends[0]},{ends[1]}")[1].strip() == stopped
+    for file in small.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert run("generate", tmp_path, *asked)[1].strip() == stopped
+
+
+def test_generate_continues_several_prompts_and_drafts(run, small, tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("5 6 7\n9\n")
+    arguments = ("generate", small, "--tokens-file", file, "--max-new", 5, "--eos", "")
+    status, out, err = run(*arguments, "--draft", 2)
+    assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["[0]", "[1]"]
+    assert all(len(line.split()) == 6 for line in out.splitlines())
+    assert "drafts accepted: " in err
+    assert run(*arguments)[1] == out
+
+
+def test_generate_hands_on_what_it_is_asked(run, small, monkeypatch):
+    asked = {}
+
+    def fake(model, tokens, mask, **settings):
+        asked.update(settings)
+        raise FloatingPointError("row 0: after 1 tokens the logits are NaN")
+
+    monkeypatch.setattr("glm5_jax.generation.generate", fake)
+    drawn = ("--temperature", 1.5, "--top-k", 9, "--top-p", 0.9, "--seed", 3)
+    status, _, err = run("generate", small, "--tokens", 1, *drawn, "--max-new", 4)
+    assert_one_line(status, err, small, "NaN")
+    del asked["on_token"]
+    assert asked == {
+        "max_new_tokens": 4,
+        "temperature": 1.5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "seed": 3,
+        "eos": (211, 215),
+        "draft_tokens": 0,
+    }
+
+
 def test_budget_prints_the_released_totals(run):
     release = packaged_config("glm5_3_flash")
     status, out, _ = run("budget", release)
@@ -169,6 +240,19 @@ def test_make_tiny_in_transformers_names_holds_the_same_model(run, tiny, tmp_pat
         (["budget", "/nowhere.json"], "/nowhere.json"),
         (["make-tiny", "/tmp/never-made", "--naming", "mine"], "mine"),
         (["bench", "nothing"], "nothing"),
+        (["generate", "{tiny}"], "--tokens"),
+        (["generate", "{tiny}", "--prompt", "hello"], "tokenizer.json"),
+        (["generate", "{tiny}", "--prompt", "hello", "--tokens", "1"], "got both"),
+        (["generate", "{tiny}", "--tokens", "224"], "got 224"),
+        (["generate", "{tiny}", "--tokens", "1", "--eos", "x"], "--eos"),
+        (["generate", "{tiny}", "--tokens", "1", "--eos", "-1"], "--eos"),
+        (["generate", "{tiny}", "--tokens", "1", "--temperature", "-1"], "temperature"),
+        (
+            ["generate", "{tiny}", "--tokens", "1", "--top-p", "0.5"],
+            "top_p=0.5 needs a temperature",
+        ),
+        (["generate", "{tiny}", "--tokens", "1", "--dtype", "float16"], "float16"),
+        (["generate", "/nowhere", "--tokens", "1"], "/nowhere"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(run, tiny, args, named):
