@@ -62,9 +62,10 @@ def chunked(
     tokens, starts = base.without_padding((q, k, v, g, beta), starts, lengths)
     prepare = functools.partial(base.prepare, scale=scale, use_qk_l2norm=use_qk_l2norm)
     row = functools.partial(_row, prepare)
-    if len(q) != 1:
+    if q.shape[0] != 1 or q.shape[1] <= CHUNK:
         return jax.vmap(row)(tokens, starts, state)
-    # XLA transposes an axis of one as well: under vmap a single row would be copied twice.
+    # XLA transposes an axis of one as well: under vmap it would copy a single row twice. (Few
+    # tokens are nothing beside the state, and with its batch axis that is updated in place.)
     o, state = row(*jax.tree.map(lambda x: x[0], (tokens, starts, state)))
     return o[None], state[None]
 
