@@ -67,14 +67,18 @@ class TextModel(nnx.Module):
     ) -> "TextModel":
         """The model with the arrays of a parameter tree, keyed by path (`layers.0.attn.q_proj`).
 
-        It has an MTP head if there are leaves under `mtp.`, also where the config is silent about
-        one. Raises ValueError when a leaf is missing, left over, or has another shape than its
-        spec.
+        A leaf that is given quantised, as `<path>.codes` and its scales, stays so and is decoded
+        where it is used, to the activation dtype. It has an MTP head if there are leaves under
+        `mtp.`, also where the config is silent about one. Raises ValueError when a leaf is missing,
+        left over, or has another shape than its spec.
         """
         mtp = any(path.startswith("mtp.") for path in arrays)
         if mtp:
             config = replace(config, num_nextn_predict_layers=1)
-        model = cls(config, Params(leaves(config, mtp=mtp)), mtp)
+        dtype = arrays["embed_tokens"].dtype if "embed_tokens" in arrays else jnp.bfloat16
+        block = None if config.quantization is None else config.quantization.weight_block_size
+        params = Params(leaves(config, mtp=mtp), arrays, block, dtype)
+        model = cls(config, params, mtp)
         remaining = dict(arrays)
         for path, variable in nnx.iter_graph(model):
             if not isinstance(variable, nnx.Variable):
@@ -203,8 +207,9 @@ def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> T
     """The text model of a checkpoint: an Orbax directory of `convert`, or safetensors directly.
 
     Both give the same model, bit for bit. `dtype` is "stored", "bfloat16", "float32" or
-    "float64"; what must be float32 stays float32 in a bfloat16 model. `mtp` loads the MTP head
-    too, as `.mtp`.
+    "float64"; what must be float32 stays float32 in a bfloat16 model. "stored" keeps quantised
+    weights quantised in memory and decodes them where they are used, to the embedding's dtype; any
+    other decodes them once. `mtp` loads the MTP head too, as `.mtp`.
 
     Raises:
         CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or

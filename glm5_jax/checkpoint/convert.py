@@ -22,8 +22,8 @@ from ..config import ModelConfig
 from ..errors import CheckpointError
 from ..specs import LAYER_PREFIX
 from .audit import AuditReport, audit_checkpoint
-from .bind import BoundLeaf, bind, passthrough, read_leaf
-from .dtypes import check_dtype, leaf_dtype
+from .bind import BoundArray, BoundLeaf, bind, passthrough, read_array, read_leaf
+from .dtypes import check_dtype, decoded_dtype, leaf_dtype
 from .header import DTYPES, StoredTensor
 from .layouts import released_prefix
 from .ledger import (
@@ -90,12 +90,19 @@ class ConvertReport:
 
 @dataclass(frozen=True)
 class _Item:
-    """One array to store: a bound leaf, or a tensor that is carried as it is."""
+    """One array to store: of a leaf, a leaf to decode, or a tensor that is carried as it is."""
 
     path: str
-    source: BoundLeaf | StoredTensor
+    source: BoundArray | BoundLeaf | StoredTensor
     dtype: np.dtype
     shape: tuple[int, ...]
+
+    @property
+    def cast(self) -> bool:
+        """Whether the dtype is another than that of the source."""
+        return isinstance(self.source, BoundLeaf) or (
+            isinstance(self.source, BoundArray) and self.source.dtype != self.dtype
+        )
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +142,7 @@ def convert(
     layers = resolve_layers(layers, config)
     report = audit_checkpoint(checkpoint, config, layers, allow_bf16)
     bound = bind(checkpoint, config, mtp=mtp, layers=layers, allow_bf16=allow_bf16)
-    items = [_bound_item(path, leaf, dtype) for path, leaf in bound.items()]
+    items = [item for leaf in bound.values() for item in _bound_items(leaf, dtype)]
     carried = passthrough(checkpoint, config, mtp=mtp, layers=layers)
     items += [_carried_item(tensor) for tensor in carried.values()]
     groups = _group(items)
@@ -167,14 +174,13 @@ def convert(
         staging.place()
     finally:
         staging.close()
-    cast = sum(item.dtype != leaf.dtype for item, leaf in zip(items, bound.values(), strict=False))
     return ConvertReport(
         destination=dst,
         dtype=dtype,
         leaves=len(bound),
         passthrough=len(carried),
         bytes=total,
-        cast=cast,
+        cast=sum(item.cast for item in items),
         resumed=resumed,
         seconds=time.monotonic() - started,
         audit=report,
@@ -199,8 +205,15 @@ def _check_destination(src: Path, dst: Path, force: bool) -> None:
         raise CheckpointError(f"{dst}: exists already; force (--force) replaces it")
 
 
-def _bound_item(path: str, bound: BoundLeaf, dtype: str) -> _Item:
-    return _Item(path, bound, leaf_dtype(bound.leaf, bound.dtype, dtype), bound.leaf.shape)
+def _bound_items(bound: BoundLeaf, dtype: str) -> Iterator[_Item]:
+    """A plain leaf, a quantised one decoded, or the arrays of one that stays as it is stored."""
+    leaf = bound.leaf
+    if bound.quantized and (decoded := decoded_dtype(leaf, dtype)) is not None:
+        yield _Item(leaf.path, bound, decoded, leaf.shape)
+        return
+    for array in bound.arrays:
+        kept = array.dtype if bound.quantized else leaf_dtype(leaf, array.dtype, dtype)
+        yield _Item(array.path, array, kept, array.shape)
 
 
 def _carried_item(tensor: StoredTensor) -> _Item:
@@ -218,7 +231,12 @@ def _left_behind(
     mtp: bool,
 ) -> dict[str, list[str]]:
     """Names of the source tensors that the destination does not hold, by reason."""
-    used = {source.tensor.name for leaf in bound.values() for source in leaf.sources}
+    used = {
+        tensor.name
+        for leaf in bound.values()
+        for source in leaf.sources
+        for tensor in (source.tensor, *source.scales)
+    }
     declined = LAYER_PREFIX.format(layer=config.num_hidden_layers)
     left: dict[str, list[str]] = {}
     for name in checkpoint.tensors.keys() - used - set(carried):
@@ -281,7 +299,9 @@ def _read(
 ) -> tuple[np.ndarray, Callable[[], LedgerLine]]:
     """The array to store, and its ledger line once it is asked for: hashing goes on meanwhile."""
     if isinstance(item.source, BoundLeaf):
-        array = read_leaf(checkpoint, item.source)
+        return _decode(checkpoint, item.source, item, pool)
+    if isinstance(item.source, BoundArray):
+        array = read_array(checkpoint, item.source)
         transform: str = item.source.transform
         pieces = list(_pieces(item.source, array))
     else:
@@ -313,13 +333,34 @@ def _read(
     return array, line
 
 
+def _decode(
+    checkpoint: Checkpoint, bound: BoundLeaf, item: _Item, pool: Executor
+) -> tuple[np.ndarray, Callable[[], LedgerLine]]:
+    """A quantised leaf decoded, and its ledger line, which names the codes and all their scales."""
+    sources: list[LedgerSource] = []
+
+    def seen(tensor: StoredTensor, array: np.ndarray) -> None:
+        digest = sha256(array)
+        sources.append(LedgerSource(tensor.name, tensor.file, tensor.dtype, tensor.shape, digest))
+
+    array = read_leaf(checkpoint, bound, item.dtype, seen=seen)
+    stored = pool.submit(sha256, array)
+    transform = "decode" if bound.transform == "copy" else f"decode {bound.transform}"
+
+    def line() -> LedgerLine:
+        dtype = item.dtype.name
+        return LedgerLine(item.path, dtype, item.shape, transform, stored.result(), tuple(sources))
+
+    return array, line
+
+
 def _pieces(
-    bound: BoundLeaf, array: np.ndarray
+    bound: BoundArray, array: np.ndarray
 ) -> Iterator[tuple[StoredTensor, tuple[int, int] | None, np.ndarray]]:
     """Each source and its elements in the leaf, in its own dtype: one run after the other."""
     flat = array.reshape(-1)
     start = 0
-    for tensor, rows in bound.sources:
+    for tensor, rows, *_ in bound.sources:
         shape = list(tensor.shape)
         if rows is not None:
             shape[-2] = rows.stop - rows.start

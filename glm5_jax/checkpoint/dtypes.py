@@ -39,3 +39,11 @@ def leaf_dtype(leaf: Leaf, stored: np.dtype, dtype: str) -> np.dtype:
     if leaf.dtype == "F32":
         return np.dtype(np.float32)
     return stored if leaf.keep_stored else _BFLOAT16
+
+
+def decoded_dtype(leaf: Leaf, dtype: str) -> np.dtype | None:
+    """The dtype to which a quantised leaf is decoded, None for ``stored``, which keeps its arrays.
+
+    No leaf that a release may quantise is among those that a bfloat16 model keeps in float32.
+    """
+    return None if dtype == "stored" else leaf_dtype(leaf, _BFLOAT16, dtype)

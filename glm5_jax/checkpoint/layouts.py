@@ -10,14 +10,25 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from ..specs import TEXT_PREFIX, VISION_PREFIX, Naming, StoredSpec
-from .header import StoredTensor
+from .header import DTYPES, StoredTensor
 
 Scheme = Literal["fp8", "nvfp4_modelopt", "nvfp4_compressed_tensors"]
 Quantization = Literal["none", "fp8", "nvfp4_modelopt", "nvfp4_compressed_tensors", "mixed"]
 
 PLAIN = ("BF16", "F32")
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale")
+# What an array of a quantised leaf is called, by the last word of its tensors' released names.
+ARRAY_KEYS = {
+    "weight": "codes",
+    "weight_packed": "codes",
+    "weight_scale_inv": "scale",
+    "weight_scale": "scale",
+    "weight_scale_2": "scale_2",
+    "weight_global_scale": "global_scale",
+}
 # Scales of activations and of the KV cache: they never touch a weight.
 ACTIVATION_SCALES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 NVFP4_GROUP = 16
@@ -108,6 +119,42 @@ def read_quantized(
     return None
 
 
+def check_arrays(
+    path: str,
+    shape: Shape,
+    arrays: Mapping[str, tuple[Shape, np.dtype]],
+    block: tuple[int, int] | None,
+    where: str,
+) -> list[WrongTensor]:
+    """What is not right with the arrays that a leaf is stored as; they are given by key.
+
+    shape: of the leaf, [out, in] or with the experts in front, which each array has there too.
+    """
+    keys = frozenset(arrays)
+    names = {np.dtype(dtype): name for name, (_, dtype) in DTYPES.items() if dtype is not None}
+    stack, weight = shape[:-2], shape[-2:]
+    if keys == {"codes", "scale"}:
+        form = _fp8(weight, "weight_scale", block)
+    elif keys == {"codes", "scale", "scale_2"}:
+        form = _modelopt(weight)
+    elif keys == {"codes", "scale", "global_scale"}:
+        form = _compressed_tensors(weight)
+    else:
+        expected = "codes and scale, or with scale_2 or global_scale"
+        return [WrongTensor(path, expected, " and ".join(sorted(keys)), where)]
+    wrong = []
+    for part in (form.codes, *form.scales):
+        came, dtype = arrays[ARRAY_KEYS[part.kind]]
+        name = f"{path}.{ARRAY_KEYS[part.kind]}"
+        if came[: len(stack)] != stack:
+            expected, found = f"{list(stack)} experts", f"{dtype} {list(came)}"
+            wrong.append(WrongTensor(name, expected, found, where))
+            continue
+        one = StoredTensor(name, names.get(dtype, str(dtype)), came[len(stack) :], where, 0, 0)
+        wrong += _check(one, part)
+    return wrong
+
+
 class _Part(NamedTuple):
     """What one tensor of a quantised weight must be; `fits` judges the shape."""
 
@@ -138,7 +185,7 @@ def _fp8(weight: Shape, scale: str, block: tuple[int, int] | None) -> _Form:
     if block is None:
         unknown = "a block grid (weight_block_size is not in config.json)"
         words = f"{words}; {unknown}" if words else unknown
-    dtypes = ("F32", "F8_E8M0", "U8")
+    dtypes = ("F32", "BF16", "F8_E8M0", "U8")
     return _Form(
         "fp8",
         _Part("weight", ("F8_E4M3",), str(list(weight)), _exactly(weight)),

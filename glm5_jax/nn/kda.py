@@ -11,6 +11,7 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
 from glm5_jax.nn.padding import Stretch, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.quantized import Weight
 from glm5_jax.nn.types import Activations, Mask, Record, wide
 from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
 
@@ -145,7 +146,7 @@ class KDA(nnx.Module):
         o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
         return shift_tokens(o, stretch.count - T), recurrent, last
 
-    def _projections(self) -> tuple[nnx.Param, ...]:
+    def _projections(self) -> tuple[Weight, ...]:
         return self.q_proj, self.k_proj, self.v_proj
 
     def _gates(self, x: Activations) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:

@@ -255,19 +255,6 @@ def test_an_incomplete_source_is_refused_before_anything_is_written(tmp_path, br
     assert list(tmp_path.iterdir()) == [broken]
 
 
-def test_a_quantised_source_is_refused_in_one_line(tmp_path, small, write, config_file):
-    tensors = small()
-    name = PREFIX + "layers.0.mlp.up_proj.weight"
-    tensors[name] = ("F8_E4M3", tensors[name][1])
-    tensors[name + "_scale_inv"] = ("F32", (1, 1))
-    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    config = config_file("tiny") | {"quantization_config": quantization}
-    source = write(tmp_path / "fp8", tensors, config)
-    with pytest.raises(CheckpointError, match=r"up_proj\.weight is stored as fp8"):
-        convert(source, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == [source]
-
-
 def test_an_existing_destination_is_refused_before_the_source_is_even_opened(tmp_path, converted):
     with pytest.raises(CheckpointError, match=r"exists already; force \(--force\) replaces it"):
         convert(tmp_path / "no source", converted())
