@@ -6,7 +6,7 @@ There are no positions anywhere: order reaches the model through KDA's recurrenc
 
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import jax
@@ -39,7 +39,7 @@ from glm5_jax.nn.types import (
     scoped,
     wide,
 )
-from glm5_jax.skeleton import Skeleton
+from glm5_jax.skeleton import Skeleton, SkeletonLayer
 from glm5_jax.specs import leaves
 
 
@@ -111,13 +111,10 @@ class TextModel(nnx.Module):
                 `jax.jit`; inside, a token outside the vocabulary makes its logits NaN.
         """
         tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
-        streams = _embed(self.embed_tokens[...], tokens, self.config.hc_mult)
+        streams = embed_streams(self.embed_tokens[...], tokens, self.config.hc_mult)
         note(record, "embedding", streams[:, :, 0])
-        selection = None
-        for plan, layer in zip(self.skeleton.layers, self.layers, strict=True):
-            shared = selection if plan.indexer == "shared" else None
-            streams, chosen = layer(streams, mask, shared, scoped(record, f"layers.{plan.index}"))
-            selection = selection if chosen is None else chosen
+        layers = zip(self.skeleton.layers, self.layers, strict=True)
+        streams = run_layers(layers, streams, mask, record)
         norm, lm_head = self.norm[...], self.lm_head[...]
         return read_out(streams, norm, lm_head, eps=self.config.rms_norm_eps, record=record)
 
@@ -167,7 +164,7 @@ class TextModel(nnx.Module):
             raise ValueError(f"tokens: expected the cache's {cache.batch} rows, got {len(tokens)}")
         tokens, first, stretch = _left_aligned(jnp.asarray(tokens), mask, cache.lengths)
         _check_room(stretch, cache.capacity)
-        streams = _embed(self.embed_tokens[...], tokens, self.config.hc_mult)
+        streams = embed_streams(self.embed_tokens[...], tokens, self.config.hc_mult)
         note(record, "embedding", streams[:, :, 0])
         selection: Selection | None = None
         states = []
@@ -220,7 +217,8 @@ def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> T
     from glm5_jax.checkpoint.restore import load_leaves
 
     config, arrays = load_leaves(path, dtype=dtype, mtp=mtp)
-    return TextModel.from_leaves(config, arrays)
+    # Where they are: the arrays lie as JAX wants them, and nobody else has them.
+    return TextModel.from_leaves(config, jax.device_put(arrays))
 
 
 @jax.jit
@@ -260,8 +258,24 @@ def _check_room(stretch: Stretch, capacity: int) -> None:
         )
 
 
+def run_layers(
+    layers: Iterable[tuple[SkeletonLayer, Callable[..., tuple[Streams, Selection | None]]]],
+    streams: Streams,
+    mask: Mask,
+    record: Record | None = None,
+) -> Streams:
+    """The streams after layers that are called as `DecoderLayer` is, each with its plan."""
+    selection: Selection | None = None
+    for plan, layer in layers:
+        shared = selection if plan.indexer == "shared" else None
+        streams, chosen = layer(streams, mask, shared, scoped(record, f"layers.{plan.index}"))
+        selection = selection if chosen is None else chosen
+    return streams
+
+
 @functools.partial(jax.jit, static_argnames="streams")
-def _embed(table: jax.Array, tokens: Tokens, streams: int) -> Streams:
+def embed_streams(table: jax.Array, tokens: Tokens, streams: int) -> Streams:
+    """The streams before the first layer: so many copies of each token's embedding."""
     x = embed(table, tokens)
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
 

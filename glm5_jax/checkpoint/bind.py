@@ -262,8 +262,8 @@ def read_array(
 ) -> np.ndarray:
     """An array in its stored dtype, freshly allocated; nothing else stays resident.
 
-    experts: only those of a stack, in this order. Raises CheckpointError for a scale that is not
-    finite.
+    experts: only those of a stack, or only those rows of a plain matrix, in this order. Raises
+    CheckpointError for a scale that is not finite.
     """
     shape = array.shape if experts is None else (len(experts), *array.shape[1:])
     out = np.empty(shape, array.dtype)
@@ -305,14 +305,14 @@ def _pieces(
         for place, index in enumerate(range(len(out)) if experts is None else experts):
             # An ellipsis, lest the one element of an expert's scale is a number and no view.
             yield out[place, ...], array.sources[index].tensor, 0
-    elif experts is not None or rows is not None:
-        if len(array.shape) != 3:
-            raise ValueError(f"{array.path}: has no experts")
-        *_, fused, width = tensor.shape
-        first = 0 if rows is None else rows.start
+    elif array.transform == "copy" and (experts is not None or rows is not None):
+        size = math.prod(tensor.shape[1:])
+        first = 0 if rows is None else rows.start * tensor.shape[-1]
         for place, index in enumerate(range(len(out)) if experts is None else experts):
-            yield out[place], tensor, (index * fused + first) * width
+            yield out[place, ...], tensor, index * size + first
     elif array.transform == "concat":
+        if experts is not None:
+            raise ValueError(f"{array.path}: is made of several tensors, read it whole")
         start = 0
         for source in array.sources:
             height = source.tensor.shape[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,19 +92,20 @@ def open_array(directory: Path, path: str) -> Any:
     return tensorstore.open(spec, read=True)
 
 
-def load_arrays(directory: Path, paths: Iterable[str]) -> dict[str, np.ndarray]:
-    """Read some arrays of an Orbax directory, those alone; CheckpointError names a damaged one."""
+def fill_array(
+    directory: Path, path: str, out: np.ndarray, rows: Sequence[int] | None = None
+) -> None:
+    """Read an array, or those rows of its first axis, into `out`; CheckpointError if damaged.
+
+    Only the chunks that hold the rows are read.
+    """
     # By TensorStore, not by Orbax: what that prints about a damaged array fills pages.
-    opening = {path: open_array(directory, path) for path in paths}
-    path = ""
+    import tensorstore
+
     try:
-        reading = {}
-        for path, future in opening.items():
-            reading[path] = future.result().read()
-        found = {}
-        for path, future in reading.items():
-            found[path] = np.asarray(future.result())
-        return found
+        stored = open_array(directory, path).result()
+        part = stored if rows is None else stored[list(rows)]
+        tensorstore.array(out, copy=False, write=True).write(part).result()
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{directory}: {path} cannot be read: {one_line(error)}; "

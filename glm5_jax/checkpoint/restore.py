@@ -1,11 +1,16 @@
-"""Parameters of the model out of a directory: Orbax or safetensors, bit for bit the same."""
+"""Leaves of the model out of a directory: Orbax or safetensors, bit for bit the same.
+
+All at once, or one by one and in parts: experts of a stack, rows of the embedding. Only the bytes
+of what is asked for are read. No JAX here.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +19,16 @@ from ..config import ModelConfig, load_config
 from ..errors import CheckpointError
 from ..specs import Leaf, leaves
 from . import codecs
-from .bind import bind, read_array, read_leaf
+from .bind import BoundLeaf, bind, read_into, read_leaf
 from .dtypes import check_dtype, decoded_dtype, leaf_dtype
 from .layouts import check_arrays
-from .orbax import StoredLeaf, is_orbax, load_arrays, stored_leaves
+from .orbax import StoredLeaf, fill_array, is_orbax, stored_leaves
 from .reader import INDEX, open_checkpoint
+
+ALIGNMENT = 64  # of arrays that JAX uses where they are, without a copy
+PIECE_BYTES = 64 * 2**20  # held beside a leaf while it is cast or decoded
+
+Rows = Sequence[int] | None
 
 
 def load_leaves(
@@ -26,29 +36,40 @@ def load_leaves(
 ) -> tuple[ModelConfig, dict[str, np.ndarray]]:
     """The config and every array of the parameter tree by dotted path, layers in numeric order.
 
+    A leaf that stays quantised is the arrays that are stored (``<path>.codes``, ``<path>.scale``,
+    ...). Arguments and errors are those of `open_leaves` and `LeafReader.read`.
+    """
+    reader = open_leaves(path, dtype, mtp)
+    found: dict[str, np.ndarray] = {}
+    for name in reader.leaves:
+        found |= reader.read(name)
+    return reader.config, found
+
+
+def open_leaves(
+    path: str | os.PathLike[str], dtype: str = "stored", mtp: bool = False
+) -> LeafReader:
+    """The leaves of a directory, checked against the spec table and not read yet.
+
     path: an Orbax directory of `convert`, or a safetensors directory (or file) directly.
     dtype: ``stored``, ``bfloat16``, ``float32`` or ``float64``; see `dtypes.leaf_dtype` for what
-    stays float32. ``stored`` gives a quantised leaf as the arrays that are stored
-    (``<path>.codes``, ``<path>.scale``, ...), any other dtype decodes it. mtp: also the MTP layer,
-    under ``mtp.``.
+    stays float32. ``stored`` keeps a quantised leaf quantised, any other dtype decodes it. mtp:
+    also the MTP layer, under ``mtp.``.
 
     Raises CheckpointError, one line, if the directory is neither, unfinished or damaged, if a leaf
-    is missing or of another shape, if a scale is not finite, or if the MTP layer is asked for and
-    not there.
+    is missing or of another shape, or if the MTP layer is asked for and not there.
     """
     check_dtype(dtype)
     if dtype == "float64":
         _require_x64()
     path = Path(path)
     if is_orbax(path):
-        config, found = _from_orbax(path.resolve(), dtype, mtp)
-    elif path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors")):
-        config, found = _from_safetensors(path, dtype, mtp)
-    else:
-        raise CheckpointError(
-            f"{path}: neither an Orbax directory of `convert` nor a directory of .safetensors files"
-        )
-    return config, dict(found)
+        return OrbaxReader(path.resolve(), dtype, mtp)
+    if path.is_file() or (path / INDEX).exists() or any(path.glob("*.safetensors")):
+        return SafetensorsReader(path, dtype, mtp)
+    raise CheckpointError(
+        f"{path}: neither an Orbax directory of `convert` nor a directory of .safetensors files"
+    )
 
 
 def _require_x64() -> None:
@@ -61,80 +82,158 @@ def _require_x64() -> None:
         )
 
 
-Leaves = Iterator[tuple[str, np.ndarray]]
+class LeafReader(ABC):
+    """The leaves of one directory, in one dtype (see `dtypes`); nothing is read until asked for.
 
+    `leaves` is the parameter tree by path. `bytes_read` counts what was read of the weights.
+    """
 
-def _from_safetensors(path: Path, dtype: str, mtp: bool) -> tuple[ModelConfig, Leaves]:
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    bound = bind(checkpoint, config, mtp=mtp)
-    if mtp and not any(name.startswith("mtp.") for name in bound):
-        raise _no_mtp(path)
+    def __init__(self, config: ModelConfig, leaves: dict[str, Leaf], dtype: str):
+        self.config = config
+        self.leaves = leaves
+        self.dtype = dtype
+        self.bytes_read = 0
 
-    def read() -> Leaves:
-        for name, source in bound.items():
-            if not source.quantized:
-                (array,) = source.arrays
-                target = leaf_dtype(source.leaf, array.dtype, dtype)
-                yield name, read_leaf(checkpoint, source, target)
-            elif (decoded := decoded_dtype(source.leaf, dtype)) is not None:
-                yield name, read_leaf(checkpoint, source, decoded)
+    def read(self, path: str, rows: Rows = None, room: int | None = None) -> dict[str, np.ndarray]:
+        """A leaf by path, or the arrays of one that stays quantised (``<path>.codes``, ...).
+
+        rows: only those of the first axis, in this order. room: how many rows the arrays have, at
+        least as many as are read; what lies behind those is not filled. Raises CheckpointError, one
+        line, for what cannot be read and for scales that are not finite.
+        """
+        leaf = self.leaves[path]
+        if self._quantized(path) and (decoded := decoded_dtype(leaf, self.dtype)) is not None:
+            out, part = _empty(leaf.shape, decoded, rows, room)
+            for piece, some in _pieces(part, rows):
+                self._decode(piece, path, some)
+            return {path: out}
+        found = {}
+        for key, array in self._stored(path).items():
+            dtype = array.dtype if key else leaf_dtype(leaf, array.dtype, self.dtype)
+            out, part = _empty(array.shape, dtype, rows, room)
+            if dtype == array.dtype:
+                self._fill(part, path, key, rows)
             else:
-                for array in source.arrays:
-                    yield array.path, read_array(checkpoint, array)
+                for piece, some in _pieces(part, rows):
+                    stored = np.empty(piece.shape, array.dtype)
+                    self._fill(stored, path, key, some)
+                    piece[...] = stored.astype(dtype)
+            found[f"{path}.{key}" if key else path] = out
+        return found
 
-    return config, read()
+    def dtype_of(self, path: str) -> np.dtype:
+        """The dtype in which `read` gives a leaf that is not quantised."""
+        return leaf_dtype(self.leaves[path], self._stored(path)[""].dtype, self.dtype)
 
+    @abstractmethod
+    def _quantized(self, path: str) -> bool:
+        """Whether any part of a leaf is stored quantised."""
 
-def _from_orbax(directory: Path, dtype: str, mtp: bool) -> tuple[ModelConfig, Leaves]:
-    config = load_config(directory)
-    stored = stored_leaves(directory)
-    if mtp and not any(name.startswith("mtp.") for name in stored):
-        raise _no_mtp(directory)
-    # What is stored decides whether there is an MTP layer; a config may be silent about it.
-    expected = leaves(replace(config, num_nextn_predict_layers=1), mtp=mtp)
-    block = None if config.quantization is None else config.quantization.weight_block_size
-    keys = _check_tree(directory, expected, stored, block)
+    @abstractmethod
+    def _stored(self, path: str) -> Mapping[str, StoredLeaf]:
+        """The arrays that a leaf is stored as, by key; a plain one is of key ""."""
 
-    def read() -> Leaves:
-        # All at once; where they are cast a layer at a time, lest more than one is held twice.
-        unit = (lambda item: "") if dtype == "stored" else (lambda item: _unit(item[0]))
-        for _, group in groupby(expected.items(), key=unit):
-            members = dict(group)
-            paths = [array for path in members for array in keys[path].values()]
-            arrays = load_arrays(directory, paths)
-            for name, leaf in members.items():
-                found = {key: arrays.pop(path) for key, path in keys[name].items()}
-                yield from _restored(directory, name, leaf, found, block, dtype)
+    @abstractmethod
+    def _fill(self, out: np.ndarray, path: str, key: str, rows: Rows) -> None:
+        """Read one of those, or rows of it, into an array of its dtype."""
 
-    return config, read()
+    @abstractmethod
+    def _decode(self, out: np.ndarray, path: str, rows: Rows) -> None:
+        """Read a quantised leaf, or some experts of it, decoded."""
 
 
-def _restored(
-    directory: Path,
-    name: str,
-    leaf: Leaf,
-    arrays: dict[str, np.ndarray],
-    block: tuple[int, int] | None,
-    dtype: str,
-) -> Leaves:
-    """One leaf out of its arrays by key: decoded, cast, or as stored."""
-    if "" in arrays:
-        array = arrays.pop("")
-        yield name, array.astype(leaf_dtype(leaf, array.dtype, dtype), copy=False)
+class SafetensorsReader(LeafReader):
+    """Leaves straight from safetensors files, in any naming and layout."""
+
+    def __init__(self, path: Path, dtype: str, mtp: bool):
+        self._checkpoint = open_checkpoint(path)
+        config = self._checkpoint.config
+        self._bound: dict[str, BoundLeaf] = bind(self._checkpoint, config, mtp=mtp)
+        super().__init__(config, {name: bound.leaf for name, bound in self._bound.items()}, dtype)
+        if mtp and not any(name.startswith("mtp.") for name in self.leaves):
+            raise _no_mtp(path)
+        if dtype == "stored":
+            for bound in self._bound.values():
+                bound.arrays  # noqa: B018 - refuses experts that are not all stored in one way
+
+    def _quantized(self, path: str) -> bool:
+        return self._bound[path].quantized
+
+    def _stored(self, path: str) -> Mapping[str, StoredLeaf]:
+        arrays = self._bound[path].arrays
+        return {array.key or "": StoredLeaf(array.shape, array.dtype) for array in arrays}
+
+    def _fill(self, out: np.ndarray, path: str, key: str, rows: Rows) -> None:
+        (array,) = (array for array in self._bound[path].arrays if (array.key or "") == key)
+        read_into(self._checkpoint, array, out, rows)
+        self.bytes_read += out.nbytes
+
+    def _decode(self, out: np.ndarray, path: str, rows: Rows) -> None:
+        def count(_: object, array: np.ndarray) -> None:
+            self.bytes_read += array.nbytes
+
+        out[...] = read_leaf(self._checkpoint, self._bound[path], out.dtype, rows, count)
+
+
+class OrbaxReader(LeafReader):
+    """Leaves out of an Orbax directory of `convert`."""
+
+    def __init__(self, path: Path, dtype: str, mtp: bool):
+        self._directory = path.resolve()
+        config = load_config(path)
+        self._block = None if config.quantization is None else config.quantization.weight_block_size
+        self._arrays = stored_leaves(path)
+        if mtp and not any(name.startswith("mtp.") for name in self._arrays):
+            raise _no_mtp(path)
+        # What is stored decides whether there is an MTP layer; a config may be silent about it.
+        expected = leaves(replace(config, num_nextn_predict_layers=1), mtp=mtp)
+        self._keys = _check_tree(path, expected, self._arrays, self._block)
+        super().__init__(config, expected, dtype)
+
+    def _quantized(self, path: str) -> bool:
+        return "" not in self._keys[path]
+
+    def _stored(self, path: str) -> Mapping[str, StoredLeaf]:
+        return {key: self._arrays[array] for key, array in self._keys[path].items()}
+
+    def _fill(self, out: np.ndarray, path: str, key: str, rows: Rows) -> None:
+        array = self._keys[path][key]
+        fill_array(self._directory, array, out, rows)
+        if problem := codecs.scale_problem(key, out) if key else None:
+            raise CheckpointError(f"{self._directory}: {array}: {problem}")
+        self.bytes_read += out.nbytes
+
+    def _decode(self, out: np.ndarray, path: str, rows: Rows) -> None:
+        arrays = {}
+        for key, stored in self._stored(path).items():
+            shape = stored.shape if rows is None else (len(rows), *stored.shape[1:])
+            arrays[key] = np.empty(shape, stored.dtype)
+            self._fill(arrays[key], path, key, rows)
+        codecs.decode(arrays, self._block, out.dtype, out)
+
+
+def _empty(
+    shape: tuple[int, ...], dtype: np.dtype, rows: Rows, room: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """An array on a boundary of `ALIGNMENT` bytes, and the part of it that is to be filled."""
+    if rows is not None:
+        shape = (len(rows) if room is None else room, *shape[1:])
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    out = raw[start : start + nbytes].view(dtype).reshape(shape)
+    return out, out if rows is None else out[: len(rows)]
+
+
+def _pieces(out: np.ndarray, rows: Rows) -> Iterator[tuple[np.ndarray, Rows]]:
+    """An array and the rows that go into it, cut into pieces; a whole matrix is one."""
+    if rows is None and out.ndim < 3:
+        yield out, None
         return
-    for key, array in arrays.items():
-        if problem := codecs.scale_problem(key, array):
-            raise CheckpointError(f"{directory}: {name}.{key}: {problem}")
-    decoded = decoded_dtype(leaf, dtype)
-    if decoded is not None:
-        yield name, codecs.decode(arrays, block, decoded)
-    else:
-        yield from ((f"{name}.{key}", array) for key, array in arrays.items())
-
-
-def _unit(path: str) -> str:
-    return path if not path.startswith("layers.") else ".".join(path.split(".", 2)[:2])
+    rows = range(len(out)) if rows is None else rows
+    step = max(1, PIECE_BYTES * len(rows) // max(1, out.nbytes))
+    for start in range(0, len(rows), step):
+        yield out[start : start + step], rows[start : start + step]
 
 
 def _check_tree(

@@ -67,3 +67,15 @@ class Params:
         """The table below `name`."""
         prefix = f"{self._prefix}{name}."
         return Params(self._leaves, self._arrays, self._block, self._dtype, prefix)
+
+
+def fill(module: nnx.Module, arrays: Mapping[str, jax.Array | np.ndarray], at: str = "") -> None:
+    """Give a module's variables the arrays of their paths below `at`; the rest stays abstract.
+
+    NumPy arrays on a boundary of 64 bytes are used where they are: they must not change.
+    """
+    for path, variable in nnx.iter_graph(module):
+        if isinstance(variable, nnx.Variable):
+            array = arrays.get(at + ".".join(map(str, path)))
+            if array is not None:
+                variable.set_value(jax.device_put(array))
