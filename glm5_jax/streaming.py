@@ -39,7 +39,7 @@ from glm5_jax.nn.types import (
 from glm5_jax.skeleton import Skeleton, SkeletonLayer
 from glm5_jax.specs import Leaf
 
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int, str], None]
 Arrays = Mapping[str, np.ndarray]
 EXPERT_GROUP = 32
 
@@ -53,7 +53,7 @@ def stream_layers(
     """The text model of a checkpoint, to be run from its directory in little memory.
 
     path, dtype: as `load` takes them. expert_group: how many routed experts are read and run at
-    once. progress: called with (layers done, layers in all).
+    once. progress is called with (layers done, layers in all, label).
 
     Everything that headers can tell is checked here, as `load` does; no weight is read yet.
 
@@ -131,7 +131,7 @@ class LayerStream:
                 yield plan, layer
                 layer.drop()
                 if self._progress is not None:
-                    self._progress(plan.index + 1, len(plans))
+                    self._progress(plan.index + 1, len(plans), f"layer {plan.index}")
 
     def read_out(self, streams: Streams, record: Record | None = None) -> Logits:
         """The logits after the last layer."""
