@@ -6,7 +6,8 @@ Results go to stdout, progress and notices to stderr. Exit status: 0 good, 1 the
 
 import json
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +16,15 @@ from typing import Annotated, Literal, cast
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TransferSpeedColumn,
+)
 
 from glm5_jax.errors import CheckpointError, ConfigError
 from glm5_jax.specs import Naming
@@ -59,6 +68,10 @@ Dtype = Annotated[
 ]
 AllowBf16 = Annotated[
     bool, typer.Option("--allow-bf16", help="Accept BF16 where float32 is required.")
+]
+ExpertGroup = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --stream: routed experts read and run at once; 32 without."),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the random weights.")]
 TokenIds = Annotated[
@@ -136,6 +149,10 @@ def forward(
     out: Annotated[
         Path | None, typer.Option(help="Write logits, tokens and mask to this .npz instead.")
     ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Read a layer at a time while it runs: little memory.")
+    ] = False,
+    expert_group: ExpertGroup = None,
 ) -> None:
     """Run the model: the likeliest next tokens at each position, or all logits."""
     from glm5_jax.config import load_config
@@ -144,10 +161,8 @@ def forward(
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
     if out is not None and not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: there is no directory {out.absolute().parent}")
-    _allow_float64(dtype)
-    from glm5_jax.model import load
-
-    logits = np.asarray(load(directory, dtype=dtype)(batch, mask))
+    with _runnable(directory, dtype, stream, expert_group) as run:
+        logits = np.asarray(run(batch, mask))
     if out is None:
         for line in top_tokens(logits, batch, mask, top):
             print(line)
@@ -277,9 +292,12 @@ def make_tiny(
     naming: Annotated[str, typer.Option(metavar="released|native")] = "released",
     shards: Annotated[int, typer.Option(min=1, help="How many safetensors files.")] = 1,
     dtype: Annotated[str, typer.Option(metavar="bfloat16|float32")] = "bfloat16",
+    quantization: Annotated[
+        str, typer.Option(metavar="none|fp8|nvfp4_modelopt|nvfp4_compressed_tensors")
+    ] = "none",
     seed: Seed = 0,
 ) -> None:
-    """Write a checkpoint of random weights in the released layout or in transformers' own."""
+    """Write a checkpoint of random weights in a released layout or in transformers' own."""
     from glm5_jax.checkpoint.tiny import make_tiny
 
     try:
@@ -290,6 +308,7 @@ def make_tiny(
             shards=shards,
             seed=seed,
             dtype=cast(Literal["bfloat16", "float32"], dtype),
+            quantization=cast(Literal["none"], quantization),
         )
     except ValueError as error:
         raise CheckpointError(str(error)) from error
@@ -329,13 +348,45 @@ def demo(
 
 
 @contextmanager
-def _progress() -> Iterator:
-    """A progress bar on stderr, as the callback that the checkpoint functions take."""
+def _runnable(
+    directory: Path, dtype: str, stream: bool, expert_group: int | None
+) -> Iterator[Callable]:
+    """What `forward` calls: the model, or with `stream` one that is read meanwhile.
+
+    Of that, stderr shows the progress, and at the end what it took.
+    """
+    if expert_group is not None and not stream:
+        raise CheckpointError("--expert-group: is for --stream alone, which was not given")
+    _allow_float64(dtype)
+    if not stream:
+        from glm5_jax.model import load
+
+        yield load(directory, dtype=dtype)
+        return
+    from glm5_jax.memory import peak_memory
+    from glm5_jax.streaming import EXPERT_GROUP, stream_layers
+
+    started = time.monotonic()
+    with _progress(MofNCompleteColumn(), TextColumn("layers")) as progress:
+        streamed = stream_layers(directory, dtype, expert_group or EXPERT_GROUP, progress)
+        yield streamed
+    print(
+        f"{streamed.bytes_read / 1e9:.2f} GB of weights read in {time.monotonic() - started:.1f} s,"
+        f" peak memory {peak_memory() / 1e9:.2f} GB",
+        file=sys.stderr,
+    )
+
+
+@contextmanager
+def _progress(*columns: ProgressColumn) -> Iterator:
+    """A progress bar on stderr, as the callback that the checkpoint functions take.
+
+    It shows bytes, or what `columns` show.
+    """
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *(columns or (DownloadColumn(), TransferSpeedColumn())),
         console=_stderr,
         disable=not _stderr.is_terminal,
         transient=True,

@@ -20,15 +20,21 @@ Quantization = Literal["none", "fp8", "nvfp4_modelopt", "nvfp4_compressed_tensor
 
 PLAIN = ("BF16", "F32")
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "weight_scale_2", "weight_global_scale")
-# What an array of a quantised leaf is called, by the last word of its tensors' released names.
-ARRAY_KEYS = {
-    "weight": "codes",
-    "weight_packed": "codes",
-    "weight_scale_inv": "scale",
-    "weight_scale": "scale",
-    "weight_scale_2": "scale_2",
-    "weight_global_scale": "global_scale",
+# The last word of a tensor's name in a release, by the key of the array of a leaf that it becomes.
+RELEASED_WORDS: Mapping[Scheme, Mapping[str, str]] = {
+    "fp8": {"codes": "weight", "scale": "weight_scale_inv"},
+    "nvfp4_modelopt": {
+        "codes": "weight",
+        "scale": "weight_scale",
+        "scale_2": "weight_scale_2",
+    },
+    "nvfp4_compressed_tensors": {
+        "codes": "weight_packed",
+        "scale": "weight_scale",
+        "global_scale": "weight_global_scale",
+    },
 }
+ARRAY_KEYS = {word: key for words in RELEASED_WORDS.values() for key, word in words.items()}
 # Scales of activations and of the KV cache: they never touch a weight.
 ACTIVATION_SCALES = ("input_scale", "input_global_scale", "output_scale", "k_scale", "v_scale")
 NVFP4_GROUP = 16
@@ -194,28 +200,33 @@ def _fp8(weight: Shape, scale: str, block: tuple[int, int] | None) -> _Form:
 
 
 @functools.lru_cache(maxsize=64)
-def _nvfp4(scheme: Scheme, codes: str, second: str, weight: Shape) -> _Form:
+def _nvfp4(scheme: Scheme, second: str, weight: Shape) -> _Form:
     out, into = weight
+    words = RELEASED_WORDS[scheme]
     packed, groups = (out, into // 2), (out, into // NVFP4_GROUP)
     whole = into % NVFP4_GROUP == 0
     note = "" if whole else f" (input width {into} is not a multiple of {NVFP4_GROUP})"
     return _Form(
         scheme,
-        _Part(codes, ("U8",), f"{list(packed)}{note}", lambda shape: whole and shape == packed),
+        _Part(
+            words["codes"],
+            ("U8",),
+            f"{list(packed)}{note}",
+            lambda shape: whole and shape == packed,
+        ),
         (
-            _Part("weight_scale", ("F8_E4M3",), str(list(groups)), _exactly(groups)),
-            _Part(second, ("F32",), "[] or [1]", _exactly((), (1,))),
+            _Part(words["scale"], ("F8_E4M3",), str(list(groups)), _exactly(groups)),
+            _Part(words[second], ("F32",), "[] or [1]", _exactly((), (1,))),
         ),
     )
 
 
 def _modelopt(weight: Shape) -> _Form:
-    return _nvfp4("nvfp4_modelopt", "weight", "weight_scale_2", weight)
+    return _nvfp4("nvfp4_modelopt", "scale_2", weight)
 
 
 def _compressed_tensors(weight: Shape) -> _Form:
-    second = "weight_global_scale"
-    return _nvfp4("nvfp4_compressed_tensors", "weight_packed", second, weight)
+    return _nvfp4("nvfp4_compressed_tensors", "global_scale", weight)
 
 
 def _read_scheme(

@@ -1,9 +1,9 @@
-"""A checkpoint of random weights in any of the unquantised layouts, for demos and tests.
+"""A checkpoint of random weights in any of the layouts, for demos and tests.
 
 Names, shapes and dtypes come from the spec table. Every parameter is random, also those that a
 training run starts at 0 or 1, at a scale where each changes the logits. A tensor's values hang on
 the seed and its released name alone: whatever the naming, the sharding and the dtype, one seed
-means the same weights.
+means the same weights. A quantised layout has what its encoder makes of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import numpy as np
 from ..config import ModelConfig, parse_config
 from ..errors import CheckpointError
 from ..specs import Naming, StoredSpec, TensorSpec, evaluate_shape, stored_tensors
+from .layouts import RELEASED_WORDS, Scheme
+from .quantize import BLOCK, quantization_config, quantize
 
 _NUMPY = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 _STORED_AS = {"bfloat16": "BF16", "float32": "F32"}
@@ -47,6 +49,7 @@ def make_tiny(
     shards: int = 1,
     seed: int = 0,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    quantization: Literal["none"] | Scheme = "none",
 ) -> Path:
     """Write a directory of random weights with its config.json; returns the directory.
 
@@ -56,6 +59,10 @@ def make_tiny(
     float32. With more than one shard there is an index, as in a release. The MTP layer and the
     vision tower are written if the config has them. One shard is held in memory at a time.
 
+    quantization: ``fp8``, ``nvfp4_modelopt`` or ``nvfp4_compressed_tensors`` stores quantised what
+    the release of that layout does, see `quantize`; FP8 blocks are those of the config if it names
+    any, else 128 × 128.
+
     Raises CheckpointError for an argument that makes no sense, and if `out` exists and is not an
     empty directory: nothing is overwritten.
     """
@@ -63,8 +70,18 @@ def make_tiny(
         raise CheckpointError(f"naming: expected 'released' or 'native', got {naming!r}")
     if dtype not in _STORED_AS:
         raise CheckpointError(f"dtype: expected 'bfloat16' or 'float32', got {dtype!r}")
+    if quantization != "none" and quantization not in RELEASED_WORDS:
+        kinds = ", ".join(("none", *RELEASED_WORDS))
+        raise CheckpointError(f"quantization: expected one of {kinds}, got {quantization!r}")
+    if quantization != "none" and naming == "native":
+        raise CheckpointError(
+            "quantization: transformers' fused experts have no quantised form; use naming released"
+        )
     raw, source = _read_config(config)
     model = parse_config(raw, source)
+    scheme = None if quantization == "none" else quantization
+    given = model.quantization and model.quantization.weight_block_size
+    block = given or BLOCK
     out = Path(out).absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise CheckpointError(f"{out}: exists already; choose another directory or delete it")
@@ -75,9 +92,11 @@ def make_tiny(
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
-        _write_weights(partial, files, model, seed, dtype)
+        _write_weights(partial, files, model, seed, dtype, scheme, block)
         # Storage is what we write, whatever layout the config was taken from.
         raw = {k: v for k, v in raw.items() if k != "quantization_config"} | {"dtype": dtype}
+        if scheme is not None:
+            raw["quantization_config"] = quantization_config(scheme, block)
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, out)
     finally:
@@ -119,17 +138,27 @@ def _shard(tensors: list[StoredSpec], shards: int) -> dict[str, list[StoredSpec]
 
 
 def _write_weights(
-    directory: Path, files: dict[str, list[StoredSpec]], model: ModelConfig, seed: int, dtype: str
+    directory: Path,
+    files: dict[str, list[StoredSpec]],
+    model: ModelConfig,
+    seed: int,
+    dtype: str,
+    scheme: Scheme | None,
+    block: tuple[int, int],
 ) -> None:
     from safetensors.numpy import save_file
 
     weight_map: dict[str, str] = {}
     total = 0
     for file, tensors in files.items():
-        arrays = {}
+        arrays: dict[str, np.ndarray] = {}
         for tensor in tensors:
             stored = "F32" if tensor.dtype == "F32" else _STORED_AS[dtype]
-            arrays[tensor.name] = np.ascontiguousarray(_values(tensor, model, seed, stored))
+            values = np.ascontiguousarray(_values(tensor, model, seed, stored))
+            if scheme is None:
+                arrays[tensor.name] = values
+            else:
+                arrays |= quantize(tensor, values, scheme, block)
         total += sum(array.nbytes for array in arrays.values())
         weight_map |= dict.fromkeys(arrays, file)
         # transformers refuses a file that does not name its format.

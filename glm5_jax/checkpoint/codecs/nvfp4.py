@@ -67,9 +67,9 @@ _ABOVE[1::2] = np.nextafter(_ABOVE[1::2], 0)
 
 def encode_nvfp4(
     weight: np.ndarray,
-    scheme: Literal["nvfp4_modelopt", "nvfp4_compressed_tensors"] = "nvfp4_modelopt",
+    second: Literal["scale_2", "global_scale"] = "scale_2",
 ) -> dict[str, np.ndarray]:
-    """A matrix [out, in] as `codes`, `scale` and the second scale that the scheme has.
+    """A matrix [out, in] as `codes`, `scale` and the second scale: modelopt's or the other's.
 
     The largest magnitude of the matrix becomes 6 · 448, the largest of a group 6, each code is the
     nearest. Raises ValueError unless all weights are finite and `in` is a multiple of 16.
@@ -81,16 +81,16 @@ def encode_nvfp4(
     groups = values.reshape(rows, -1, GROUP)
     largest = np.abs(groups).max(axis=-1, initial=0.0)
     whole = float(largest.max(initial=0.0)) or 6 * 448.0  # of a matrix of zeros the scale is 1
-    if scheme == "nvfp4_modelopt":
-        second = {"scale_2": np.array(whole / (6 * 448), np.float32)}
-        unit = float(second["scale_2"])
+    if second == "scale_2":
+        of_matrix = np.array(whole / (6 * 448), np.float32)
+        unit = float(of_matrix)
     else:
-        second = {"global_scale": np.array([6 * 448 / whole], np.float32)}
-        unit = 1 / float(second["global_scale"][0])
+        of_matrix = np.array([6 * 448 / whole], np.float32)
+        unit = 1 / float(of_matrix[0])
     scale = np.minimum(largest / (6 * unit), 448).astype(np.float32).astype(E4M3)
     step = scale.astype(np.float64)[..., None] * unit
     scaled = np.divide(groups, step, out=np.zeros_like(groups), where=step != 0)
     nibbles = np.searchsorted(_ABOVE, np.abs(scaled)).astype(np.uint8)
     nibbles |= np.signbit(groups).astype(np.uint8) << 3
     nibbles = nibbles.reshape(rows, into)
-    return {"codes": nibbles[:, 0::2] | nibbles[:, 1::2] << 4, "scale": scale, **second}
+    return {"codes": nibbles[:, 0::2] | nibbles[:, 1::2] << 4, "scale": scale, second: of_matrix}
