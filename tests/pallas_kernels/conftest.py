@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 
 @pytest.fixture
@@ -86,6 +87,32 @@ def exact_kda():
         return o, states
 
     return recurrence
+
+
+@pytest.fixture(scope="session")
+def assert_same():
+    """Every output within `tolerance` of its own largest magnitude, and finite."""
+
+    def compare(ours, truth, tolerance):
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(truth), strict=True):
+            assert np.isfinite(a).all()
+            assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-300))
+
+    return compare
+
+
+@pytest.fixture(scope="session")
+def relative_l2():
+    """The errors of o and of the state, each by the magnitude of the truth."""
+
+    def errors(ours, truth):
+        assert all(np.isfinite(x).all() for x in ours)
+        return [
+            np.linalg.norm(np.asarray(a, np.float64) - b) / max(np.linalg.norm(b), 1e-300)
+            for a, b in zip(ours, truth, strict=True)
+        ]
+
+    return errors
 
 
 def uniform(rng, shape):
