@@ -127,6 +127,8 @@ def run_to_the_end(case, prompt, noise, drafts, active=lambda call: ALL):
             found[row] += verdict.tokens[row, :count].tolist()
         seen += zip(places[running].tolist(), counts[running].tolist(), strict=True)
         assert not counts[~running].any()
+        # Every token but the newest has its pair, in the cache or still to do.
+        np.testing.assert_array_equal(cache.mtp_lengths + pairs.count, cache.lengths)
         call += 1
     return [tokens[:NEW] for tokens in found], seen
 

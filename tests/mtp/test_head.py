@@ -118,7 +118,8 @@ def test_layer_is_one_stream_with_plain_residuals_whatever_hc_mult(make_case):
 
 
 def test_last_token_changes_the_last_pair_alone(make_case, run):
-    case = make_case(0)
+    one_layer = {"layer_types": ["linear_attention"], "mlp_layer_types": ["dense"]}
+    case = make_case(0, num_hidden_layers=1, indexer_types=["full"], **one_layer)
     tokens = np.random.default_rng(3).integers(case.config.vocab_size, size=(1, 38))
     changed = tokens.copy()
     changed[0, -1] = (changed[0, -1] + 1) % case.config.vocab_size
