@@ -87,6 +87,9 @@ LayerState: TypeAlias = KDAState | DSACache
 class Cache:
     """The state of a batch of sequences: a pytree of arrays; `TextModel.init_cache` makes one.
 
+    `orbax.checkpoint.v1.save(path, cache)` writes it, and `load(path, abstract)` reads it again,
+    where abstract is `jax.eval_shape(lambda: model.init_cache(...))` with the sizes it had.
+
     lengths: the real tokens that each row has seen.
     kept: how many tokens back a rewind of each row may go now.
     layers: one state per layer.
