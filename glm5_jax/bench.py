@@ -4,6 +4,7 @@ Every bench returns `Timing`s; the command prints both numbers and the ratio, an
 ratio is under its goal, if it has one. Tests assert nothing of this: times belong to a machine.
 """
 
+import functools
 import json
 import statistics
 import tempfile
@@ -72,10 +73,7 @@ def bench_forward(repeats: int = 5, tokens: int = 1024) -> list[Timing]:
 
 
 def bench_kda(repeats: int = 5, tokens: int = 1024, heads: int = 8, dim: int = 128) -> list[Timing]:
-    """The chunked KDA operation alone, float32: ours against the oracle's own chunked form."""
-    import torch
-
-    from glm5_jax.numerics.oracle import oracle_module
+    """The chunked KDA operation alone, float32: ours against each peer that is installed."""
     from pallas_kernels.kda import chunk_kda
 
     rng = np.random.default_rng(0)
@@ -83,18 +81,51 @@ def bench_kda(repeats: int = 5, tokens: int = 1024, heads: int = 8, dim: int = 1
     q, k, v = (rng.standard_normal(shape, np.float32) for _ in range(3))
     g = -5 * rng.random(shape, np.float32)
     beta = rng.random(shape[:3], np.float32)
-    arrays = [jax.device_put(x) for x in (q, k, v, g, beta)]
-    tensors = [torch.from_numpy(x) for x in (q, k, v, g, beta)]
+    inputs = (q, k, v, g, beta)
+    arrays = [jax.device_put(x) for x in inputs]
     chunked = jax.jit(chunk_kda)
-    peer_chunked = oracle_module().chunk_kimi_delta_attention
 
-    def run_peer() -> Any:
+    timings, missing = [], []
+    for name, peer_of, goal in (
+        (_ORACLE, _oracle_kda, 30),
+        ("jax-linear-attention's plain JAX", _jla_kda, 3),
+    ):
+        try:
+            peer = peer_of(inputs)
+        except ImportError as error:
+            missing.append(error)
+            continue
+        ours, theirs = _alternate(lambda: chunked(*arrays), peer, repeats)
+        what = f"KDA, 1×{tokens}, {heads} heads of {dim}, float32"
+        timings.append(Timing(what, ours, theirs, name, goal))
+    if not timings:
+        raise missing[0]
+    return timings
+
+
+def _oracle_kda(inputs: tuple[np.ndarray, ...]) -> Callable[[], Any]:
+    """transformers' chunked form, eager."""
+    from glm5_jax.numerics.oracle import oracle_module
+
+    chunked = oracle_module().chunk_kimi_delta_attention
+    import torch
+
+    tensors = [torch.from_numpy(x) for x in inputs]
+
+    def run() -> Any:
         with torch.no_grad():
-            return peer_chunked(*tensors, use_qk_l2norm_in_kernel=True)
+            return chunked(*tensors, use_qk_l2norm_in_kernel=True)
 
-    ours, peer = _alternate(lambda: chunked(*arrays), run_peer, repeats)
-    what = f"KDA, 1×{tokens}, {heads} heads of {dim}, float32"
-    return [Timing(what, ours, peer, _ORACLE, 30)]
+    return run
+
+
+def _jla_kda(inputs: tuple[np.ndarray, ...]) -> Callable[[], Any]:
+    """jax-linear-attention's chunked form in plain JAX, jitted, with its own chunk sizes."""
+    from jla.ops import chunked
+
+    arrays = [jax.device_put(x) for x in inputs]
+    run = jax.jit(functools.partial(chunked.kda, use_qk_l2norm=True))
+    return lambda: run(*arrays)
 
 
 def bench_compile(repeats: int = 1) -> list[Timing]:
