@@ -1,50 +1,49 @@
-"""A safetensors directory becomes an Orbax directory, a few leaves at a time.
+"""A safetensors directory becomes an Orbax directory, a piece at a time.
 
-Each leaf is read, hashed, cast if asked, and written; no more than the largest one is held at
-once, nor more than `GROUP_BYTES` of small ones. What is complete survives a kill, see `staging`.
+An array is never held whole. It is read in pieces of at most 32 MB (one expert of a stack, some
+rows of a matrix), each hashed, cast or decoded if asked, and written as one chunk of the array on
+disk, while the next ones are being read: so a stacked leaf of 4.8 GB needs no more memory than a
+small one, which is `conveyor.IN_FLIGHT` of pieces and what is being encoded of them. What is
+complete survives a kill, see `staging`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..config import ModelConfig
 from ..errors import CheckpointError
 from ..specs import LAYER_PREFIX
 from .audit import AuditReport, audit_checkpoint
-from .bind import BoundArray, BoundLeaf, bind, passthrough, read_array, read_leaf
-from .dtypes import check_dtype, decoded_dtype, leaf_dtype
-from .header import DTYPES, StoredTensor
+from .bind import BoundLeaf, bind, passthrough
+from .conveyor import Digest, Hashers, Job, Promise, convey
+from .database import Database
+from .dtypes import check_dtype
+from .items import Index, Item, Piece, bound_items, carried_items
 from .layouts import released_prefix
 from .ledger import (
     FORMAT,
-    PASSTHROUGH,
     LedgerHeader,
     LedgerLine,
     LedgerSource,
     package_versions,
-    sha256,
     tree_keys,
 )
 from .match import MTP_REASON, resolve_layers
 from .orbax import is_orbax, stored_leaves
 from .reader import Checkpoint, open_checkpoint
-from .staging import CONFIG, Staging
+from .staging import CONFIG, Staging, is_placed
 
-# Leaves below this size are written together: a save has a fixed cost, and a merge one per leaf.
-GROUP_BYTES = 128 * 2**20
+# Arrays of a layer that are finished together; what a kill costs is at most one such group.
+GROUP_BYTES = 2**30
 
-HASHERS = 2  # a stacked leaf is hashed as a whole and source by source
 LAYERS_REASON = "not of the layers asked for"
 
 Progress = Callable[[int, int, str], None]
@@ -88,27 +87,6 @@ class ConvertReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Item:
-    """One array to store: of a leaf, a leaf to decode, or a tensor that is carried as it is."""
-
-    path: str
-    source: BoundArray | BoundLeaf | StoredTensor
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def cast(self) -> bool:
-        """Whether the dtype is another than that of the source."""
-        return isinstance(self.source, BoundLeaf) or (
-            isinstance(self.source, BoundArray) and self.source.dtype != self.dtype
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -142,36 +120,33 @@ def convert(
     layers = resolve_layers(layers, config)
     report = audit_checkpoint(checkpoint, config, layers, allow_bf16)
     bound = bind(checkpoint, config, mtp=mtp, layers=layers, allow_bf16=allow_bf16)
-    items = [item for leaf in bound.values() for item in _bound_items(leaf, dtype)]
+    items = [item for leaf in bound.values() for item in bound_items(leaf, dtype)]
+    cast = sum(item.cast for item in items)
     carried = passthrough(checkpoint, config, mtp=mtp, layers=layers)
-    items += [_carried_item(tensor) for tensor in carried.values()]
+    items += carried_items(carried.values())
     groups = _group(items)
 
-    has_mtp = any(path.startswith("mtp.") for path in bound)
     header = LedgerHeader(
         format=FORMAT,
         naming=report.naming,
         quantization=report.quantization,
         dtype=dtype,
         layers=None if layers is None else tuple(sorted(layers)),
-        mtp=has_mtp,
+        mtp=any(path.startswith("mtp.") for path in bound),
         leaves=len(items),
         versions=package_versions(),
     )
     config_bytes = (checkpoint.directory / CONFIG).read_bytes()
     identity = _identity(checkpoint, header, config_bytes)
     staging = Staging(dst, identity, header, config_bytes, restart=force)
-    resumed = len(staging.finished & groups.keys())
-    total, done = sum(item.nbytes for item in items), 0
+    resumed = len(staging.finished)
     try:
-        for group, members in groups.items():
-            if group not in staging.finished:
-                _save(staging, checkpoint, group, members)
-            done += sum(item.nbytes for item in members)
-            if progress is not None:
-                progress(done, total, group)
-        _check_merged(staging.merge(), items)
-        staging.place()
+        if not staging.placed:
+            _write(staging, checkpoint, groups, progress)
+            _check_unchanged(checkpoint, identity, header, config_bytes)
+            stored = [item for item in items if item.pieces]
+            _check_merged(staging.merge(item.path for item in stored), stored)
+            staging.place()
     finally:
         staging.close()
     return ConvertReport(
@@ -179,8 +154,8 @@ def convert(
         dtype=dtype,
         leaves=len(bound),
         passthrough=len(carried),
-        bytes=total,
-        cast=sum(item.cast for item in items),
+        bytes=sum(item.nbytes for item in items),
+        cast=cast,
         resumed=resumed,
         seconds=time.monotonic() - started,
         audit=report,
@@ -201,26 +176,8 @@ def _check_destination(src: Path, dst: Path, force: bool) -> None:
         raise CheckpointError(
             f"{dst}: exists and is not an Orbax directory; choose another destination"
         )
-    if not force:
+    if not force and not is_placed(dst):
         raise CheckpointError(f"{dst}: exists already; force (--force) replaces it")
-
-
-def _bound_items(bound: BoundLeaf, dtype: str) -> Iterator[_Item]:
-    """A plain leaf, a quantised one decoded, or the arrays of one that stays as it is stored."""
-    leaf = bound.leaf
-    if bound.quantized and (decoded := decoded_dtype(leaf, dtype)) is not None:
-        yield _Item(leaf.path, bound, decoded, leaf.shape)
-        return
-    for array in bound.arrays:
-        kept = array.dtype if bound.quantized else leaf_dtype(leaf, array.dtype, dtype)
-        yield _Item(array.path, array, kept, array.shape)
-
-
-def _carried_item(tensor: StoredTensor) -> _Item:
-    stored = DTYPES[tensor.dtype][1]
-    if stored is None:
-        raise CheckpointError(f"{tensor.file}: {tensor.name}: Orbax has no {tensor.dtype} arrays")
-    return _Item(f"{PASSTHROUGH}/{tensor.name}", tensor, stored, tensor.shape)
 
 
 def _left_behind(
@@ -245,9 +202,9 @@ def _left_behind(
     return {reason: sorted(names) for reason, names in left.items()}
 
 
-def _group(items: list[_Item]) -> dict[str, list[_Item]]:
-    """Leaves that are saved together: of one layer, in order, up to `GROUP_BYTES` of them."""
-    groups: dict[str, list[_Item]] = {}
+def _group(items: list[Item]) -> dict[str, list[Item]]:
+    """Arrays that are finished together: of one layer, in order, up to `GROUP_BYTES` of them."""
+    groups: dict[str, list[Item]] = {}
     unit, size, part = "", 0, 0
     for item in items:
         own = _unit(item.path)
@@ -261,114 +218,145 @@ def _group(items: list[_Item]) -> dict[str, list[_Item]]:
 
 
 def _unit(path: str) -> str:
-    """What a leaf is saved with: its layer, the MTP block, what is carried, or the rest."""
+    """What an array is finished with: its layer, the MTP block, what is carried, or the rest."""
     first, *rest = tree_keys(path)
     if first == "layers":
         return f"layer {rest[0]}"
     return first if rest else "outside the layers"
 
 
-def _save(staging: Staging, checkpoint: Checkpoint, group: str, members: list[_Item]) -> None:
-    tree: dict[str, Any] = {}
-    lines: list[Callable[[], LedgerLine]] = []
-    with ThreadPoolExecutor(max_workers=HASHERS) as pool:
-        for item in members:
-            array, line = _read(checkpoint, item, pool)
-            lines.append(line)
-            if array.size == 0:
-                continue  # Orbax refuses it; the ledger says all there is to say
-            node = tree
-            *parents, last = tree_keys(item.path)
-            for key in parents:
-                node = node.setdefault(key, {})
-            node[last] = array
-            del array
-        staging.save(group, tree, lambda: [line() for line in lines])
+def _write(
+    staging: Staging,
+    checkpoint: Checkpoint,
+    groups: dict[str, list[Item]],
+    progress: Progress | None,
+) -> None:
+    """Write all groups that are not finished yet."""
+    total = sum(item.nbytes for members in groups.values() for item in members)
+    written = 0
+
+    def advance(group: str, nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        if progress is not None:
+            progress(written, total, group)
+
+    def jobs() -> Iterator[Job]:
+        for number, (group, members) in enumerate(groups.items()):
+            if group in staging.finished:
+                advance(group, sum(item.nbytes for item in members))
+                continue
+            database = Database(staging.begin(number))
+            writers = [_Writer(staging, checkpoint, hashers, database, item) for item in members]
+            for writer in writers:
+                yield from writer.jobs(functools.partial(advance, group))
+            yield Job(
+                nbytes=0,
+                read=lambda: None,
+                use=lambda _: (),
+                done=functools.partial(_finish, staging, number, group, writers),
+            )
+
+    hashers = Hashers()
+    try:
+        convey(jobs())
+    finally:
+        hashers.close()
 
 
-def _check_merged(directory: Path, items: list[_Item]) -> None:
-    """What Orbax merged is what was planned, by names, dtypes and shapes."""
-    expected = {item.path: (item.shape, item.dtype) for item in items if 0 not in item.shape}
-    found = {path: (leaf.shape, leaf.dtype) for path, leaf in stored_leaves(directory).items()}
-    if wrong := [path for path in {**expected, **found} if expected.get(path) != found.get(path)]:
-        raise CheckpointError(f"{directory}: Orbax lost or changed {wrong[0]} while merging")
+def _finish(staging: Staging, number: int, group: str, writers: list[_Writer]) -> None:
+    staging.finish(number, group, [writer.line() for writer in writers])
 
 
-def _read(
-    checkpoint: Checkpoint, item: _Item, pool: Executor
-) -> tuple[np.ndarray, Callable[[], LedgerLine]]:
-    """The array to store, and its ledger line once it is asked for: hashing goes on meanwhile."""
-    if isinstance(item.source, BoundLeaf):
-        return _decode(checkpoint, item.source, item, pool)
-    if isinstance(item.source, BoundArray):
-        array = read_array(checkpoint, item.source)
-        transform: str = item.source.transform
-        pieces = list(_pieces(item.source, array))
-    else:
-        array = np.empty(item.shape, item.dtype)
-        checkpoint.read_into(item.source, array)
-        transform = "passthrough"
-        pieces = [(item.source, None, array)]
-    origins = [(tensor, rows) for tensor, rows, _ in pieces]
-    hashes = [pool.submit(sha256, piece) for _, _, piece in pieces]
-    del pieces
-    if array.dtype != item.dtype:
-        wait(hashes)  # lest the cast array and two of the uncast one are held
-        array = array.astype(item.dtype)
-        stored = pool.submit(sha256, array)
-    else:
-        # An untransformed leaf hashes like its source.
-        stored = hashes[0] if len(hashes) == 1 else pool.submit(sha256, array)
+class _Writer:
+    """One array on its way to the disk, with the hashes of its ledger line."""
 
-    def line() -> LedgerLine:
+    def __init__(
+        self,
+        staging: Staging,
+        checkpoint: Checkpoint,
+        hashers: Hashers,
+        database: Database,
+        item: Item,
+    ):
+        self.staging = staging
+        self.checkpoint = checkpoint
+        self.database = database
+        self.item = item
+        self.sources = [Digest(hashers) for _ in item.origins]
+        # An untransformed array hashes like its source.
+        self.same = len(item.origins) == 1 and not item.cast
+        self.stored = self.sources[0] if self.same else Digest(hashers)
+        self.array: Any = None
+
+    def jobs(self, advance: Callable[[int], None]) -> Iterator[Job]:
+        """What is to be done for each piece; there is none of an array without elements."""
+        item = self.item
+        if not item.pieces:
+            return  # Orbax refuses it; the ledger says all there is to say
+        chunk = item.piece_shape
+        self.array = self.database.create(item.path, item.shape, item.dtype, chunk)
+        for index in item.pieces:
+            nbytes = item.piece_bytes(index)
+            yield Job(
+                nbytes=item.held_bytes(index),
+                read=functools.partial(item.read, self.checkpoint, index),
+                use=functools.partial(self.use, index),
+                done=functools.partial(advance, nbytes),
+            )
+
+    def use(self, index: Index, piece: Piece) -> list[Promise]:
+        """Hash a piece and write it."""
+        promises: list[Promise] = [
+            self.sources[number].update(array) for number, array in piece.sources
+        ]
+        if not self.same:
+            promises.append(self.stored.update(piece.array))
+        try:
+            written = self.array.result()[index].write(
+                piece.array, can_reference_source_data_indefinitely=True
+            )
+        except (OSError, ValueError) as error:
+            raise self.staging.stopped(self.item.path, error) from error
+        return [*promises, _Written(self.staging, self.item.path, written)]
+
+    def line(self) -> LedgerLine:
+        """The ledger line, once all pieces are written."""
+        item = self.item
         sources = tuple(
             LedgerSource(
-                tensor.name, tensor.file, tensor.dtype, tensor.shape, digest.result(), rows
+                tensor.name, tensor.file, tensor.dtype, tensor.shape, digest.hexdigest(), rows
             )
-            for (tensor, rows), digest in zip(origins, hashes, strict=True)
+            for (tensor, rows), digest in zip(item.origins, self.sources, strict=True)
         )
-        dtype = item.dtype.name
-        return LedgerLine(item.path, dtype, item.shape, transform, stored.result(), sources)
-
-    return array, line
+        stored = self.stored.hexdigest()
+        return LedgerLine(item.path, item.dtype.name, item.shape, item.transform, stored, sources)
 
 
-def _decode(
-    checkpoint: Checkpoint, bound: BoundLeaf, item: _Item, pool: Executor
-) -> tuple[np.ndarray, Callable[[], LedgerLine]]:
-    """A quantised leaf decoded, and its ledger line, which names the codes and all their scales."""
-    sources: list[LedgerSource] = []
+@dataclass(frozen=True)
+class _Written:
+    """A chunk that TensorStore writes; its error is ours."""
 
-    def seen(tensor: StoredTensor, array: np.ndarray) -> None:
-        digest = sha256(array)
-        sources.append(LedgerSource(tensor.name, tensor.file, tensor.dtype, tensor.shape, digest))
+    staging: Staging
+    path: str
+    future: Any
 
-    array = read_leaf(checkpoint, bound, item.dtype, seen=seen)
-    stored = pool.submit(sha256, array)
-    transform = "decode" if bound.transform == "copy" else f"decode {bound.transform}"
+    def done(self) -> bool:
+        return self.future.done()
 
-    def line() -> LedgerLine:
-        dtype = item.dtype.name
-        return LedgerLine(item.path, dtype, item.shape, transform, stored.result(), tuple(sources))
-
-    return array, line
+    def result(self) -> None:
+        try:
+            self.future.result()
+        except (OSError, ValueError) as error:
+            raise self.staging.stopped(self.path, error) from error
 
 
-def _pieces(
-    bound: BoundArray, array: np.ndarray
-) -> Iterator[tuple[StoredTensor, tuple[int, int] | None, np.ndarray]]:
-    """Each source and its elements in the leaf, in its own dtype: one run after the other."""
-    flat = array.reshape(-1)
-    start = 0
-    for tensor, rows, *_ in bound.sources:
-        shape = list(tensor.shape)
-        if rows is not None:
-            shape[-2] = rows.stop - rows.start
-        piece = flat[start : start + math.prod(shape)]
-        start += piece.size
-        own = DTYPES[tensor.dtype][1]
-        part = None if rows is None else (rows.start, rows.stop)
-        yield tensor, part, piece.astype(own, copy=False)
+def _check_merged(directory: Path, items: list[Item]) -> None:
+    """What was merged is what was planned, by names, dtypes and shapes."""
+    expected = {item.path: (item.shape, item.dtype) for item in items}
+    found = {path: (leaf.shape, leaf.dtype) for path, leaf in stored_leaves(directory).items()}
+    if wrong := [path for path in {**expected, **found} if expected.get(path) != found.get(path)]:
+        raise CheckpointError(f"{directory}: {wrong[0]} was lost or changed while merging")
 
 
 def _identity(checkpoint: Checkpoint, header: LedgerHeader, config: bytes) -> dict[str, Any]:
@@ -383,6 +371,24 @@ def _identity(checkpoint: Checkpoint, header: LedgerHeader, config: bytes) -> di
         "source config.json": hashlib.sha256(config).hexdigest(),
     }
     for file in checkpoint.files:
-        status = (checkpoint.directory / file).stat()
+        try:
+            status = (checkpoint.directory / file).stat()
+        except OSError as error:
+            problem = error.strerror or error
+            raise CheckpointError(
+                f"{checkpoint.directory / file}: cannot be read: {problem}"
+            ) from None
         identity[f"source {file}"] = [status.st_size, status.st_mtime_ns]
     return identity
+
+
+def _check_unchanged(
+    checkpoint: Checkpoint, identity: dict[str, Any], header: LedgerHeader, config: bytes
+) -> None:
+    """The source files are those that they were when the conversion began."""
+    for key, now in _identity(checkpoint, header, config).items():
+        if identity[key] != now:
+            raise CheckpointError(
+                f"{checkpoint.directory}: {key.removeprefix('source ')} changed while it was "
+                f"converted; force (--force) starts over"
+            )

@@ -6,14 +6,15 @@ runs the conversion was made: two conversions of one source have the same ledger
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by name once it is imported)
 import numpy as np
 
 from ..errors import CheckpointError
@@ -60,6 +61,11 @@ class LedgerLine:
         """Whether the array has no elements, so that the checkpoint itself lacks it."""
         return 0 in self.shape
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the array."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
     def encode(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"
@@ -97,11 +103,6 @@ def tree_path(keys: Iterable[str]) -> str:
     """The ledger path of keys in the tree; undoes `tree_keys`."""
     first, *rest = keys
     return f"{first}/{'.'.join(rest)}" if first == PASSTHROUGH else ".".join((first, *rest))
-
-
-def sha256(array: np.ndarray) -> str:
-    """SHA-256 of an array's bytes in C order, without a copy of an array that lies so."""
-    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
 
 
 def package_versions() -> dict[str, str]:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError
-from .ledger import tree_keys, tree_path
-from .staging import JOURNAL, TREE, unfinished_directory
+from .database import TREE, one_line, open_array
+from .ledger import tree_path
+from .staging import JOURNAL, unfinished_directory
 
 _MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
 
@@ -80,18 +81,6 @@ def stored_leaves(directory: Path) -> dict[str, StoredLeaf]:
     return found
 
 
-def open_array(directory: Path, path: str) -> Any:
-    """A future of a TensorStore handle on one array; the result raises ValueError if damaged."""
-    import tensorstore
-
-    name = ".".join(tree_keys(path))
-    base = {"driver": "file", "path": f"{directory / 'state'}/"}
-    store = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    # Without this, a chunk that is not there reads as zeros.
-    spec = {"driver": "zarr3", "kvstore": store, "fill_missing_data_reads": False}
-    return tensorstore.open(spec, read=True)
-
-
 def fill_array(
     directory: Path, path: str, out: np.ndarray, rows: Sequence[int] | None = None
 ) -> None:
@@ -111,11 +100,6 @@ def fill_array(
             f"{directory}: {path} cannot be read: {one_line(error)}; "
             f"`glm5-jax verify` names all that is damaged"
         ) from None
-
-
-def one_line(error: Exception) -> str:
-    """What TensorStore or Orbax says, without the pages that follow."""
-    return " ".join(str(error).split()).partition(" [tensorstore_spec")[0][:300]
 
 
 def _numbers_as_numbers(key: Any) -> tuple[int, str]:

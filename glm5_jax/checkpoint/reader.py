@@ -6,6 +6,7 @@ there. No JAX here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +23,7 @@ __all__ = ["DTYPES", "Checkpoint", "StoredTensor", "open_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"
+UNCACHED = 2**20  # what is read once and is smaller than this may stay in the system's cache
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,14 @@ class Checkpoint:
             raise CheckpointError(f"{path}: {tensor.name}: cannot be read: {error}") from None
         return np.asarray(raw).view(dtype).reshape(tensor.shape)
 
-    def read_into(self, tensor: str | StoredTensor, out: np.ndarray, start: int = 0) -> None:
+    def read_into(
+        self, tensor: str | StoredTensor, out: np.ndarray, start: int = 0, once: bool = False
+    ) -> None:
         """Fill `out` with the tensor's elements from flat element `start` on.
 
         `out` must be C-contiguous and of the stored dtype. Bytes go straight from the file into
-        it: unlike a map, nothing else of the file becomes resident.
+        it: unlike a map, nothing else of the file becomes resident. With `once` the system need
+        not cache them: who reads hundreds of GB once would drive all else out of memory.
         """
         tensor, dtype = self._tensor(tensor)
         begin = start * dtype.itemsize
@@ -89,6 +94,9 @@ class Checkpoint:
                     if not count:
                         raise CheckpointError(f"{path}: {tensor.name}: the file ends inside it")
                     done += count
+                if once and len(target) >= UNCACHED and hasattr(os, "posix_fadvise"):
+                    extent = (tensor.offset + begin, len(target))
+                    os.posix_fadvise(stream.fileno(), *extent, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(f"{path}: {tensor.name}: cannot be read: {error}") from None
 

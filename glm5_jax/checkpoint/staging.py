@@ -1,10 +1,10 @@
 """The Orbax directory while it is being written: nothing that restores until all of it is there.
 
-Beside the destination lies ``DEST.converting``. Each group of leaves is saved by Orbax's partial
-save, as a *pending* directory that restores under no name; a journal says which groups are
-complete, so that a rerun keeps them and drops whatever a killed run left half-written. To finish,
-the groups are cloned (by hard links), merged by Orbax, and the result is renamed into place: at
-every moment there is either all of the old destination, or all of the new one.
+Beside the destination lies ``DEST.converting``. Each group of arrays is a database of its own in
+it, which restores under no name; a journal says which groups are complete, so that a rerun keeps
+them and drops whatever a killed run left half-written. To finish, Orbax writes the tree, the groups
+(as hard links) are merged below it, and the result is renamed into place: at every moment there is
+either all of the old destination, or all of the new one.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ..errors import CheckpointError
+from .database import STATE, merge_databases, one_line, remove, write_tree
 from .ledger import LEDGER, LedgerHeader, LedgerLine
 from .manifest import write_manifest
 
 CONFIG = "config.json"
 JOURNAL = "journal.jsonl"
-_PARTIAL_SAVE = ".partial_save"  # how Orbax names the unfinished form of a directory
-_GROUP = "group"
 _FINISHING = "finishing"
-TREE = "state/_METADATA"
 
 
 def unfinished_directory(dst: Path) -> Path:
@@ -35,12 +33,23 @@ def unfinished_directory(dst: Path) -> Path:
     return dst.with_name(f"{dst.name}.converting")
 
 
+def is_placed(dst: Path) -> bool:
+    """Whether `dst` is what a conversion put there that was killed before it had cleaned up."""
+    try:
+        with open(unfinished_directory(dst) / JOURNAL, "rb") as journal:
+            records = _read_journal(journal)
+        return bool(records) and records[-1].content.get("placed") == dst.stat().st_ino
+    except OSError:
+        return False
+
+
 class Staging:
     """An unfinished conversion that this process holds; `finished` are the groups it has already.
 
     `identity` says what is converted and how. An unfinished conversion of another identity is
-    refused, or dropped with `restart`. Raises CheckpointError then, and when another process is
-    at work on the same destination.
+    refused, or dropped with `restart`. `placed` tells that nothing is left to do but to clean up.
+    Raises CheckpointError for the former, and when another process is at work on the same
+    destination.
     """
 
     def __init__(
@@ -54,11 +63,15 @@ class Staging:
         self.dst = dst
         self.root = unfinished_directory(dst)
         self.finished: set[str] = set()
+        self.placed = False
         self._journal = self._hold()
         identity = json.loads(json.dumps(identity))
         try:
             if not self._resume(identity, restart):
                 self._begin(identity, header, config)
+        except OSError as error:
+            self._journal.close()
+            raise self.stopped("the beginning", error) from error
         except BaseException:
             self._journal.close()
             raise
@@ -67,7 +80,8 @@ class Staging:
         """Open the journal and lock it: the lock goes with the process, however that ends."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            journal = open(self.root / JOURNAL, "a+b")  # noqa: SIM115 - open while it is locked
+            # Unbuffered, so that nothing is left over to be written when a write has failed.
+            journal = open(self.root / JOURNAL, "a+b", buffering=0)  # noqa: SIM115 - locked, open
         except OSError as error:
             reason = error.strerror or error
             raise CheckpointError(f"{self.root}: cannot be written: {reason}") from None
@@ -89,142 +103,135 @@ class Staging:
 
     def _resume(self, identity: Mapping[str, Any], restart: bool) -> bool:
         """Take up what an earlier run completed; False if there is nothing to take up."""
-        self._journal.seek(0)
-        records = []
-        end = 0
-        for raw in self._journal:
-            try:
-                records.append(json.loads(raw))
-            except ValueError:
-                break
-            end += len(raw)
+        records = _read_journal(self._journal)
         if not records:
             return False
-        if records[0] != identity:
+        begun = records[0].content
+        if begun != identity:
             if restart:
                 return False
+            if is_placed(self.dst):
+                raise CheckpointError(f"{self.dst}: exists already; force (--force) replaces it")
             raise CheckpointError(
                 f"{self.root}: an unfinished conversion that differs in "
-                f"{_difference(records[0], identity)}; force (--force) drops it and starts over"
+                f"{_difference(begun, identity)}; force (--force) drops it and starts over"
             )
-        self._journal.truncate(end)
-        complete = {record["pending"] for record in records[1:]} - {None}
-        if not complete or not complete <= {entry.name for entry in _pending(self.root)}:
-            return False
-        self._drop_all_but({JOURNAL, LEDGER, CONFIG, *complete})
-        os.truncate(self.root / LEDGER, records[-1]["ledger_bytes"])
-        self.finished = {record["group"] for record in records[1:]}
+        groups = [record for record in records if "group" in record.content]
+        complete = {record.content["directory"] for record in groups}
+        self.placed = is_placed(self.dst)
+        if not self.placed:
+            if not complete or not complete <= {entry.name for entry in self.root.iterdir()}:
+                return False
+            self._journal.truncate(groups[-1].end)
+            self._drop_all_but({JOURNAL, LEDGER, CONFIG, *complete})
+            os.truncate(self.root / LEDGER, groups[-1].content["ledger_bytes"])
+        self.finished = {record.content["group"] for record in groups}
         return True
 
-    def save(
-        self, group: str, tree: Mapping[str, Any], lines: Callable[[], list[LedgerLine]]
-    ) -> None:
-        """Write one group of leaves, then their ledger lines, then that the group is complete.
-
-        `lines` is called while Orbax writes.
-        """
-        from orbax.checkpoint import v1 as ocp
-
-        # Orbax compares a group with all those before it, which takes minutes for many layers:
-        # so each is a session of its own, and its pending directory moves to the others.
-        session = self.root / _GROUP
-        new = None
+    def begin(self, number: int) -> Path:
+        """The empty directory of a group's database."""
+        directory = self.root / _group_name(number)
         try:
-            if tree:
-                with _orbax_context():
-                    written = ocp.partial.save_async(session, dict(tree))
-                    entries = lines()
-                    written.result()
-                (pending,) = _pending(self.root / (_GROUP + _PARTIAL_SAVE))
-                new = pending.name
-                os.rename(pending, self.root / new)
-            else:
-                entries = lines()
+            directory.mkdir()
+        except OSError as error:
+            raise self.stopped(directory.name, error) from error
+        return directory
+
+    def finish(self, number: int, group: str, lines: Iterable[LedgerLine]) -> None:
+        """Write the ledger lines of a group whose arrays are written; it is complete then."""
+        try:
             with open(self.root / LEDGER, "ab") as ledger:
-                ledger.writelines(line.encode().encode() for line in entries)
+                ledger.writelines(line.encode().encode() for line in lines)
                 ledger.flush()
                 os.fsync(ledger.fileno())
                 size = ledger.tell()
-            self._write_journal({"group": group, "pending": new, "ledger_bytes": size})
-        except (OSError, ValueError) as error:
-            raise self._stopped(group, error) from error
+            directory = _group_name(number)
+            self._write_journal({"group": group, "directory": directory, "ledger_bytes": size})
+        except OSError as error:
+            raise self.stopped(group, error) from error
         self.finished.add(group)
 
-    def merge(self) -> Path:
-        """Let Orbax merge a clone of the groups; returns the directory, complete but not placed."""
-        from orbax.checkpoint import v1 as ocp
+    def merge(self, paths: Iterable[str]) -> Path:
+        """Make an Orbax directory of the groups, which hold the arrays of these paths.
 
+        It is complete when it is returned, but not placed.
+        """
         merged = self.root / _FINISHING
-        clone = self.root / (_FINISHING + _PARTIAL_SAVE)
-        _remove(merged)
-        _remove(clone)
         try:
-            clone.mkdir()
-            for entry in _pending(self.root):
-                shutil.copytree(entry, clone / entry.name, copy_function=_link_data)
-            _gather_trees(_pending(clone))
+            remove(merged)
+            write_tree(merged, paths)
+            databases = []
+            for number, group in enumerate(sorted(self.root.glob("group-*"))):
+                databases.append(merged / STATE / f"ocdbt.process_{number}")
+                shutil.copytree(group, databases[-1], copy_function=_link_data)
+            merge_databases(databases, merged / STATE)
             for name in (CONFIG, LEDGER):
-                shutil.copyfile(self.root / name, clone / name)
-            with _orbax_context():
-                ocp.partial.finalize(merged)
+                shutil.copyfile(self.root / name, merged / name)
             write_manifest(merged)
         except (OSError, ValueError) as error:
-            raise self._stopped("the whole", error) from error
+            raise self.stopped("the whole", error) from error
         return merged
 
     def place(self) -> None:
-        """Put what `merge` made at the destination, in one step, and drop the rest."""
-        _place(self.root / _FINISHING, self.dst)
-        self._journal.close()
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Put what `merge` made at the destination, in one step."""
+        merged = self.root / _FINISHING
+        try:
+            self._write_journal({"placed": merged.stat().st_ino})
+            _place(merged, self.dst)
+        except OSError as error:
+            raise self.stopped("the whole", error) from error
+        self.placed = True
 
     def close(self) -> None:
-        """Let go of an unfinished conversion, which stays."""
+        """Let go of the conversion; an unfinished one stays, of a placed one nothing does."""
+        if self.placed:
+            self._drop_all_but({JOURNAL})  # which tells, until all else is gone, what all else is
+            shutil.rmtree(self.root, ignore_errors=True)
         self._journal.close()
 
-    def _stopped(self, what: str, error: Exception) -> CheckpointError:
-        reason = " ".join(str(error).split())[:300]
+    def stopped(self, what: str, error: Exception) -> CheckpointError:
+        """What to raise when something can't be written."""
         return CheckpointError(
-            f"{self.root}: {what} cannot be written: {reason}; what is finished is kept, "
+            f"{self.root}: {what} cannot be written: {one_line(error)}; what is finished is kept, "
             f"run the same conversion again to continue"
         )
 
     def _drop_all_but(self, kept: Collection[str]) -> None:
         for entry in list(self.root.iterdir()):
             if entry.name not in kept:
-                _remove(entry)
+                remove(entry)
 
     def _write_journal(self, record: Mapping[str, Any]) -> None:
-        self._journal.write(json.dumps(record).encode() + b"\n")
-        self._journal.flush()
+        data = json.dumps(record).encode() + b"\n"
+        while data:
+            data = data[self._journal.write(data) :]
         os.fsync(self._journal.fileno())
 
 
-def _orbax_context() -> Any:
-    """Options under which saving holds a leaf once: no deep copy of it, no compressed copy."""
-    from orbax.checkpoint import v1 as ocp
-
-    context = ocp.Context()
-    context.memory.deepcopy_host_arrays = False
-    context.array.saving.use_compression = False
-    return context
+class _Record(NamedTuple):
+    content: dict[str, Any]
+    end: int
 
 
-def _pending(directory: Path) -> list[Path]:
-    return sorted(directory.glob("*.pending_*"))
+def _read_journal(journal: IO[bytes]) -> list[_Record]:
+    """The records and where each ends in the file, up to one that is cut off or damaged."""
+    journal.seek(0)
+    records: list[_Record] = []
+    end = 0
+    for line in journal.read().splitlines(keepends=True):
+        end += len(line)
+        try:
+            content = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(content, dict):
+            break
+        records.append(_Record(content, end))
+    return records
 
 
-def _gather_trees(pending: list[Path]) -> None:
-    """Put the tree metadata of all groups into the last one, and none into the others.
-
-    Orbax merges them one by one, and after each compares every leaf with every other.
-    """
-    everything: dict[str, Any] = {}
-    for entry in pending:
-        document = json.loads((entry / TREE).read_bytes())
-        everything |= document["tree_metadata"]
-        document["tree_metadata"] = everything if entry == pending[-1] else {}
-        (entry / TREE).write_text(json.dumps(document), encoding="utf-8")
+def _group_name(number: int | str) -> str:
+    return f"group-{number:0>5}"
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -240,7 +247,7 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _link_data(source: str, target: str) -> str:
-    # Orbax never writes again into a data file, but it does into the small ones beside them.
+    # TensorStore never writes again into a data file, but it does into what lies beside them.
     if os.path.basename(os.path.dirname(source)) == "d":
         try:
             os.link(source, target)
@@ -248,13 +255,6 @@ def _link_data(source: str, target: str) -> str:
         except OSError:
             pass  # a file system without hard links
     return shutil.copyfile(source, target)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from glm5_jax import CheckpointError
 from glm5_jax.checkpoint.convert import convert
@@ -108,19 +109,24 @@ def test_a_flipped_byte_in_the_data_names_its_leaf(tmp_path, config_file):
         "num_nextn_predict_layers": 0,
     }
     convert(make_tiny(tmp_path / "source", config), tmp_path / "out")
-    # Orbax has no checksum on data; whether two arrays share a file hangs on its timing.
+    out = tmp_path / "out"
+    # By its value: whether two arrays share a file hangs on timing.
     _, leaves = load_leaves(tmp_path / "source")
     for name in ("embed_tokens", "lm_head"):
         stored = leaves[name].tobytes()[200_000:200_064]
-        for file in (tmp_path / "out").glob("state/ocdbt.process_*/d/*"):
+        for file in out.glob("state/ocdbt.process_*/d/*"):
             if (at := file.read_bytes().find(stored)) >= 0:
                 flip(file, at)
-                relist(tmp_path / "out", file.relative_to(tmp_path / "out").as_posix())
-    assert verify(tmp_path / "out", quick=True).ok
-    assert verify(tmp_path / "out").problems == (
-        "embed_tokens: its bytes are not those that were written",
-        "lm_head: its bytes are not those that were written",
-    )
+                relist(out, file.relative_to(out).as_posix())
+    assert verify(out, quick=True).ok
+    problems = verify(out).problems
+    assert [line.partition(": ")[0] for line in problems] == ["embed_tokens", "lm_head"]
+    assert all("\n" not in line and "DATA_LOSS" in line for line in problems)
+    # Whoever restores it is told too.
+    with pytest.raises(CheckpointError, match=r"embed_tokens.*DATA_LOSS"):
+        load_leaves(out)
+    with pytest.raises(ValueError, match="DATA_LOSS"):
+        ocp.load(out)
 
 
 def test_a_missing_file_of_each_kind_is_found_and_named(copy):
