@@ -248,3 +248,66 @@ def small_layout(small):
         return tensors, config
 
     return make
+
+
+DTYPE_CODES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int8": "I8",
+    "int32": "I32",
+    "uint8": "U8",
+}
+
+
+@pytest.fixture(scope="session")
+def arrays():
+    """Directory → {name: array in its stored dtype}; the safetensors package can't read FP8."""
+    from glm5_jax.checkpoint.reader import open_checkpoint
+
+    def read(directory):
+        checkpoint = open_checkpoint(directory)
+        return {name: checkpoint.read(name).copy() for name in checkpoint.tensors}
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def place_arrays(write, tmp_path_factory):
+    """Write {name: array} and a config as a checkpoint; returns the directory."""
+
+    def make(values, config):
+        tensors = {
+            name: (DTYPE_CODES[value.dtype.name], value.shape) for name, value in values.items()
+        }
+        data = {name: value.tobytes() for name, value in values.items()}
+        return write(tmp_path_factory.mktemp("placed"), tensors, config, data=data)
+
+    return make
+
+
+# None of the FP8 layout's shapes [out, in] is a multiple of it.
+FP8_BLOCK = (16, 32)
+
+
+@pytest.fixture(scope="session")
+def quantizable(config_file):
+    """A tiny config all of whose experts have an NVFP4 form, with blocks for FP8; with changes."""
+
+    def make(**text):
+        config = config_file("tiny")
+        config["text_config"] |= {"moe_intermediate_size": 48} | text
+        quantization = {"quant_method": "fp8", "weight_block_size": list(FP8_BLOCK)}
+        return config | {"quantization_config": quantization}
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def quantized(tiny, quantizable):
+    """Layout → a directory of that model in it."""
+    return lambda layout: tiny(config=quantizable(), quantization=layout)

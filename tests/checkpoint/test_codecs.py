@@ -245,11 +245,11 @@ def test_a_scale_is_finite_and_a_divisor_is_not_0():
     assert scale_problem("scale", np.float32([0, 1, -3])) is None
     assert scale_problem("codes", np.array([0x7F], np.uint8)) is None
     for key, array, told in (
-        ("scale", np.float32([[1, 2], [np.nan, 4]]), r"finite, got nan at \[1, 0\]"),
-        ("scale", np.uint8([3, 255]), r"finite, got nan at \[1\]"),
-        ("scale", np.uint8([0, 0xFF]).view(E4M3), r"finite, got nan at \[1\]"),
-        ("scale_2", np.float32(np.inf), r"finite, got inf at \[\]"),
-        ("global_scale", np.float32([0]), r"finite and not 0, got 0.0 at \[0\]"),
+        ("scale", np.float32([[1, 2], [np.nan, 4]]), "finite, got nan"),
+        ("scale", np.uint8([3, 255]), "finite, got nan"),
+        ("scale", np.uint8([0, 0xFF]).view(E4M3), "finite, got nan"),
+        ("scale_2", np.float32(np.inf), "finite, got inf"),
+        ("global_scale", np.float32([0]), r"finite and not 0, got 0.0"),
     ):
         assert re.search(told, scale_problem(key, array)), key
 

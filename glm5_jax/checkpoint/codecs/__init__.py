@@ -76,6 +76,5 @@ def scale_problem(key: str, array: np.ndarray) -> str | None:
     bad = ~np.isfinite(values) | (nonzero & (values == 0))
     if not bad.any():
         return None
-    place = tuple(int(index) for index in np.argwhere(bad)[0])
     wanted = "finite and not 0" if nonzero else "finite"
-    return f"a scale must be {wanted}, got {values[place]} at {list(place)}"
+    return f"a scale must be {wanted}, got {values[bad][0]}"
