@@ -10,18 +10,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 from glm5_jax.config import load_config
+from glm5_jax.generation import Running, begin, make_step
 from glm5_jax.model import TextModel, load
 
 TURN_SECONDS = 0.5
+DECODE_ROOM = 256
 _ORACLE = "transformers on the same CPU"
 
 
@@ -173,10 +176,82 @@ def bench_compile(repeats: int = 1) -> list[Timing]:
     return timings
 
 
+def bench_decode(
+    repeats: int = 5, contexts: tuple[int, int] = (1024, 8192), batches: tuple[int, ...] = (1, 8)
+) -> list[Timing]:
+    """A further token of every row, float32 and greedy: `generate`'s step, the oracle's call.
+
+    The rows of a batch are continuations of one prompt, which differ from their first token on.
+    The prompt is ours to read: its state is handed to the oracle, whose first tokens must be ours.
+    """
+    from glm5_jax.numerics.oracle import oracle_model
+
+    timings = []
+    ours: dict[tuple[int, int], Callable[[], np.ndarray]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_tiny(Path(directory) / "bench", packaged_config("bench"), dtype="float32")
+        model, oracle = load(path, dtype="float32"), oracle_model(path, "float32")
+    rng = np.random.default_rng(0)
+    for context in contexts:
+        prompt = rng.integers(0, model.config.vocab_size, context)
+        one = begin(model, [prompt], context + DECODE_ROOM, None)
+        for batch in batches:
+            running = replace(
+                jax.tree.map(lambda x, rows=batch: jnp.repeat(x, rows, axis=0), one),
+                newest=jnp.asarray(rng.integers(0, model.config.vocab_size, batch), jnp.int32),
+            )
+            peer = _peer_decoding(oracle, running)
+            ours[batch, context] = _decoding(model, running)
+            if not np.array_equal(ours[batch, context](), peer()):
+                raise RuntimeError("the two sides choose different tokens from one state")
+            mine, theirs = _alternate(ours[batch, context], peer, repeats)
+            what = f"decode, bench.json, batch {batch} after {context:,} tokens, float32"
+            timings.append(Timing(what, mine, theirs, _ORACLE, 10))
+    for batch in batches:
+        far, near = _alternate(ours[batch, contexts[1]], ours[batch, contexts[0]], repeats)
+        what = f"decode, batch {batch} after {contexts[1]:,} tokens"
+        timings.append(Timing(what, far, near, f"after {contexts[0]:,}", 1 / 1.5))
+    return timings
+
+
+def _decoding(model: TextModel, running: Running) -> Callable[[], np.ndarray]:
+    """A call decodes one more token of each row, as `generate` does, and returns them."""
+    step = make_step(model, None)
+    active = np.ones(running.cache.batch, bool)
+    start, used = np.array(running.cache.lengths), 0  # a copy: the step takes the array's place
+
+    def call() -> np.ndarray:
+        nonlocal running, used
+        if used == DECODE_ROOM:
+            # Times do not hang on what the state says: the same slots are written once more.
+            again = replace(running.cache, lengths=jnp.asarray(start))
+            running, used = replace(running, cache=again), 0
+        running, tokens, _ = step(running, active)
+        used += 1
+        return np.asarray(tokens)[:, 0]
+
+    return call
+
+
+def _peer_decoding(oracle: Any, running: Running) -> Callable[[], np.ndarray]:
+    """The same by the oracle, from the same state; its cache grows with every call."""
+    from glm5_jax.numerics.oracle_cache import oracle_cache, oracle_decode
+
+    cache, tokens = oracle_cache(oracle, running.cache), np.asarray(running.newest)
+
+    def call() -> np.ndarray:
+        nonlocal tokens
+        tokens = np.argmax(oracle_decode(oracle, cache, tokens), axis=-1)
+        return tokens
+
+    return call
+
+
 BENCHES: dict[str, Callable[..., list[Timing]]] = {
     "forward": bench_forward,
     "kda": bench_kda,
     "compile": bench_compile,
+    "decode": bench_decode,
 }
 
 

@@ -318,7 +318,8 @@ def make_tiny(
 @app.command()
 def bench(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="forward, kda, compile; or all.")
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="forward, kda, compile, decode; or all."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each side.")] = 5,
 ) -> None:
