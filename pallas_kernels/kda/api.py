@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.kda import base, reference, xla
+from pallas_kernels.kda import base, mosaic_gpu, reference, xla
 
 
 class Implementation(NamedTuple):
@@ -26,9 +26,7 @@ class Implementation(NamedTuple):
 
 # In order of preference: None takes the first that can run.
 IMPLEMENTATIONS: dict[str, Implementation] = {
-    "mosaic_gpu": Implementation(
-        xla.chunked, lambda *inputs: "there is no Mosaic GPU kernel for KDA in this version"
-    ),
+    "mosaic_gpu": Implementation(mosaic_gpu.chunked, mosaic_gpu.supports),
     "xla": Implementation(xla.chunked),
     "reference": Implementation(reference.recurrence),
 }
@@ -123,7 +121,8 @@ def recurrent_kda(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """A few more tokens (decoding: T = 1) on a state that is carried along.
 
-    The arguments, dtypes and errors are those of `chunk_kda`. The new state has the shape and dtype
+    The arguments, dtypes and errors are those of `chunk_kda`, but that None means "xla": a kernel
+    would compute a whole chunk of 64 tokens. The new state has the shape and dtype
     of a float32 (or float64) `state`, so it takes the old one's place in memory where the caller
     donates that: `jax.jit(…, donate_argnames="state")` around this call or around the whole step.
 
@@ -133,7 +132,7 @@ def recurrent_kda(
     q, k, v, g, beta, state = (jnp.asarray(x) for x in (q, k, v, g, beta, state))
     base.check_inputs(q, k, v, g, beta, state)
     return _run(
-        implementation,
+        "xla" if implementation is None else implementation,
         (q, k, v, g, beta, state),
         None,
         None,
