@@ -1,7 +1,7 @@
 """The Mosaic GPU kernels of KDA, run on a CPU step by step; `test_kda_mosaic.py` starts this file.
 
-In a process of its own: the interpreter blocks a thread of JAX's pool for each warpgroup that waits,
-and hangs where the machine's two cores are all the pool has. It computes exact float32 products of
+In a process of its own: the interpreter blocks a thread of JAX's pool for each warpgroup that
+waits, and hangs where the pool has one for each of two cores. It computes exact float32 products of
 what the kernels round to bfloat16, so it shows that rounding, and the race detector is on.
 """
 
