@@ -221,6 +221,15 @@ def test_make_tiny_in_transformers_names_holds_the_same_model(run, tiny, tmp_pat
     assert_one_line(status, err, "native")
 
 
+def test_make_tiny_in_a_quantised_layout_is_audited_as_one(run, tmp_path):
+    status, _, _ = run("make-tiny", tmp_path / "fp8", "--quantization", "fp8")
+    assert status == 0
+    status, out, _ = run("audit", tmp_path / "fp8", "--json")
+    assert status == 0 and json.loads(out)["quantization"] == "fp8"
+    status, _, err = run("make-tiny", tmp_path / "int4", "--quantization", "int4")
+    assert_one_line(status, err, "int4", "nvfp4_modelopt")
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
