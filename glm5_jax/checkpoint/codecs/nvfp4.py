@@ -15,6 +15,7 @@ from .tables import E2M1_MAGNITUDES, E2M1_VALUES, E4M3_VALUES, look_up, round_to
 
 GROUP = 16
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_BYTES = np.arange(256)
 
 
 def decode_nvfp4(
@@ -47,16 +48,14 @@ def decode_nvfp4(
         assert global_scale is not None
         with np.errstate(divide="ignore", invalid="ignore"):
             scales = E4M3_VALUES / global_scale.astype(np.float64).reshape(())
-    # Every (scale byte, code) has one value.
+    # Every scale byte has one value for each code; with a byte of codes it has two.
     with np.errstate(invalid="ignore"):  # infinity times 0
-        table = round_to(scales[:, None] * E2M1_VALUES, out.dtype).reshape(-1)
-    of_scale = scale.view(np.uint8)[..., None].astype(np.intp) * 16
+        table = round_to(scales[:, None] * E2M1_VALUES, out.dtype)
+    pairs = np.stack([table[:, _BYTES & 15], table[:, _BYTES >> 4]], axis=-1).reshape(-1)
+    of_scale = scale.view(np.uint8)[..., None].astype(np.uint16) << 8
     for part in row_chunks(0, rows, 2 * packed):
-        pairs = codes[part].reshape(-1, packed // (GROUP // 2), GROUP // 2)
-        index = np.empty((*pairs.shape[:2], GROUP), np.intp)
-        np.add(of_scale[part], pairs & 15, out=index[..., 0::2])
-        np.add(of_scale[part], pairs >> 4, out=index[..., 1::2])
-        look_up(table, index.reshape(-1, 2 * packed), out[part])
+        index = codes[part].reshape(-1, packed // (GROUP // 2), GROUP // 2) | of_scale[part]
+        look_up(pairs, index.reshape(-1, packed), out[part], together=2)
     return out
 
 

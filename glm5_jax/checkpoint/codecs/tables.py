@@ -33,7 +33,11 @@ def row_chunks(first: int, last: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, last))
 
 
-def look_up(table: np.ndarray, index: np.ndarray, out: np.ndarray) -> None:
-    """`out[...] = table[index]`, as bits: NumPy is several times slower on ml_dtypes' arrays."""
-    bits = np.dtype(f"u{out.dtype.itemsize}")
+def look_up(table: np.ndarray, index: np.ndarray, out: np.ndarray, together: int = 1) -> None:
+    """`out[...] = table[index]`, where an index stands for `together` elements that adjoin.
+
+    As bits: NumPy is several times slower on ml_dtypes' arrays.
+    """
+    size = together * out.dtype.itemsize
+    bits = np.dtype(np.complex128 if size == 16 else f"u{size}")
     np.take(table.view(bits), index, out=out.view(bits), mode="clip")
