@@ -1,5 +1,8 @@
 """What a bench prints and how it judges; no times."""
 
+import pytest
+
+from glm5_jax import bench
 from glm5_jax.bench import Timing
 
 
@@ -12,3 +15,18 @@ def test_a_ratio_under_its_goal_is_missed_and_one_without_a_goal_is_not():
     assert not Timing("work", 0.2, 2.0, "a peer", 15).reached
     assert "MISSED" in str(Timing("work", 0.2, 2.0, "a peer", 15))
     assert Timing("work", 2.0, 0.2, "a peer").reached
+
+
+def test_kda_is_timed_beside_the_peers_that_are_installed(monkeypatch):
+    def missing(inputs):
+        raise ImportError("no such peer")
+
+    monkeypatch.setattr(bench, "TURN_SECONDS", 1e-9)
+    monkeypatch.setattr(bench, "_oracle_kda", missing)
+    monkeypatch.setattr(bench, "_jla_kda", lambda inputs: lambda: None)
+    (timing,) = bench.bench_kda(repeats=1, tokens=3, heads=1, dim=4)
+    assert (timing.what, timing.goal) == ("KDA, 1×3, 1 heads of 4, float32", 3)
+
+    monkeypatch.setattr(bench, "_jla_kda", missing)
+    with pytest.raises(ImportError, match="no such peer"):
+        bench.bench_kda(repeats=1, tokens=3, heads=1, dim=4)
