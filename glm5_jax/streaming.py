@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +104,8 @@ class LayerStream:
         tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
         streams = self.embed(tokens)
         note(record, "embedding", streams[:, :, 0])
-        streams = run_layers(self.layers(), streams, mask, record)
+        with closing(self.layers()) as layers:
+            streams = run_layers(layers, streams, mask, record)
         return self.read_out(streams, record)
 
     def embed(self, tokens: Tokens) -> Streams:
@@ -115,7 +116,7 @@ class LayerStream:
         places = places.reshape(np.shape(tokens)).astype(np.int32)
         return embed_streams(jax.device_put(table["embed_tokens"]), places, self.config.hc_mult)
 
-    def layers(self) -> Iterator[tuple[SkeletonLayer, StreamedLayer]]:
+    def layers(self) -> Generator[tuple[SkeletonLayer, StreamedLayer]]:
         """Every layer with its place in the skeleton, in order, the next one read meanwhile.
 
         A layer can be used until the next one is asked for. Ending the iteration ends the reading.
@@ -124,10 +125,8 @@ class LayerStream:
         with _reading_thread() as thread:
             coming = self._begin(thread, plans[0])
             for plan, following in itertools.zip_longest(plans, plans[1:]):
-                arrays = _arrived(coming)
+                layer = StreamedLayer(plan, self._leaves, coming, self._expert_group, thread)
                 coming = [] if following is None else self._begin(thread, following)
-                layer = StreamedLayer(plan, self._leaves, arrays, self._expert_group, thread)
-                del arrays
                 yield plan, layer
                 layer.drop()
                 if self._progress is not None:
@@ -151,10 +150,11 @@ class StreamedLayer:
         self,
         plan: SkeletonLayer,
         leaves: LeafReader,
-        arrays: Arrays,
+        coming: Iterable[Future[Arrays]],
         expert_group: int,
         thread: Executor,
     ):
+        arrays = _arrived(coming)
         self.plan = plan
         self._leaves = leaves
         self._expert_group = expert_group
