@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from .generation import generate
     from .model import TextModel, load
     from .skeleton import Skeleton
+    from .streaming import LayerStream, stream_layers
 
 __version__ = "0.1.0"
 
 _HOME = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "LayerStream": "streaming",
     "ModelConfig": "config",
     "Skeleton": "skeleton",
     "TextModel": "model",
@@ -36,12 +38,14 @@ _HOME = {
     "make_tiny": "checkpoint.tiny",
     "parameter_budget": "budget",
     "state_budget": "budget",
+    "stream_layers": "streaming",
     "verify": "checkpoint.verify",
 }
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "LayerStream",
     "ModelConfig",
     "Skeleton",
     "TextModel",
@@ -54,6 +58,7 @@ __all__ = [
     "make_tiny",
     "parameter_budget",
     "state_budget",
+    "stream_layers",
     "verify",
 ]
 
