@@ -16,6 +16,8 @@ from glm5_jax.checkpoint.codecs import decode
 from glm5_jax.checkpoint.layouts import RELEASED_WORDS
 from glm5_jax.checkpoint.quantize import is_quantized, quantization_config, quantize
 from glm5_jax.checkpoint.reader import open_checkpoint
+from glm5_jax.checkpoint.restore import load_leaves
+from glm5_jax.checkpoint.tiny import packaged_config
 from glm5_jax.numerics.choices import has_tie
 from glm5_jax.numerics.oracle import oracle_logits, oracle_model, oracle_sites
 from glm5_jax.specs import stored_tensors
@@ -85,3 +87,43 @@ def test_codes_in_memory_give_the_logits_of_weights_decoded_once(judged):
     truth = oracle_logits(oracle_model(decoded, "float64"), case.tokens, case.mask)[case.real]
     error = np.linalg.norm(stored[case.real] - truth) / np.linalg.norm(truth)
     assert error < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_transformers_own_fp8_dequantisation_gives_our_bits(dtype, tmp_path, monkeypatch):
+    import torch
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    from glm5_jax.numerics.oracle import oracle_module, quiet
+
+    # It asks for a package that reading on a CPU does without.
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    config = json.loads(packaged_config("tiny").read_bytes())
+    # It knows no partial blocks.
+    config["quantization_config"] = quantization_config("fp8", (2, 2))
+    config["text_config"]["num_nextn_predict_layers"] = 0
+    directory = glm5_jax.make_tiny(tmp_path / "fp8", config, quantization="fp8")
+    with quiet():
+        model = oracle_module().Glm5NextForConditionalGeneration.from_pretrained(
+            str(directory),
+            dtype=getattr(torch, dtype),
+            quantization_config=FineGrainedFP8Config(weight_block_size=(2, 2), dequantize=True),
+        )
+    theirs = {name: value.float().numpy() for name, value in model.state_dict().items()}
+    _, ours = load_leaves(directory, dtype=dtype)
+    text = "model.language_model.layers."
+    for path, name in {
+        "layers.0.ffn.down_proj": "0.mlp.down_proj.weight",
+        "layers.3.attn.q_a_proj": "3.self_attn.q_a_proj.weight",
+        "layers.3.attn.q_b_proj": "3.self_attn.q_b_proj.weight",
+        "layers.3.attn.kv_a_proj": "3.self_attn.kv_a_proj_with_mqa.weight",
+        "layers.3.attn.o_proj": "3.self_attn.o_proj.weight",
+        "layers.4.ffn.shared.up_proj": "4.mlp.shared_experts.up_proj.weight",
+        "layers.4.ffn.experts.down_proj": "4.mlp.experts.down_proj",
+    }.items():
+        assert ours[path].dtype == dtype
+        np.testing.assert_array_equal(ours[path].astype(np.float32), theirs[text + name])
+    gate_up = [ours[f"layers.4.ffn.experts.{part}_proj"] for part in ("gate", "up")]
+    both = np.concatenate(gate_up, axis=1).astype(np.float32)
+    np.testing.assert_array_equal(both, theirs[text + "4.mlp.experts.gate_up_proj"])
