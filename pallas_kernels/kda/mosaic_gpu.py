@@ -5,22 +5,23 @@
 round. The gradient is that of `xla.py`.
 
 Expected time on an H200 at B 1, T 8192, H 64, K = V = 128: computed, not yet measured on hardware.
-A card does about 790 TFLOP/s in bfloat16 and moves about 4.3 TB/s (4.8 in its data sheet).
+Bounds are those of `roofline.py`, at the card's 4.8 TB/s and 790 TFLOP/s.
 
     prepare   reads q, k (268 MB) and float32 g (268 MB); writes three tiles [64, 128] and two
-              [64, 64] per chunk in bfloat16 (537 MB), the decay (4 MB)     1.08 GB → 0.25 ms
-              wgmma, counting the halves that are masked                    37 GFLOP → 0.05 ms
-              4000 instructions a warp, 62 blocks an SM, 1.75 GHz           0.14 ms if none stalls
-    scan      reads the same tiles twice, once for each half of V: from memory the first time and,
-              as both blocks of a head run abreast, from L2 the second; v and o (134 MB each);
-              the state, 4 MB each way                                      0.82 GB → 0.19 ms
-              through L2, 1.36 GB at about 5.5 TB/s                         0.25 ms
-              wgmma                                                         52 GFLOP → 0.07 ms
+              [64, 64] per chunk in bfloat16 (537 MB), the decay (4 MB)     1.08 GB, 0.225 ms
+              wgmma, counting the halves that are masked                    20 GFLOP, 0.025 ms
+              about 4000 instructions a warp, 62 blocks an SM               0.14 ms if none stalls
+    scan      reads the tiles once for each half of V: from memory the first time and, as both
+              blocks of a head run abreast, from L2 the second; v and o (134 MB each); the state
+              (4 MB each way)                                               0.82 GB, 0.170 ms
+              through L2, at about 5.5 TB/s                                 1.36 GB, 0.25 ms
+              wgmma                                                         69 GFLOP, 0.087 ms
               128 chunks, each four dependent products and two barriers     0.13 to 0.2 ms
 
-Both are bound by memory: 0.25 to 0.35 ms and 0.2 to 0.3 ms, 0.45 to 0.65 ms together; the goal is
-under 0.6. The floor, each input read and each output written once, g in bfloat16, is 672 MB and
-0.14 ms. Two blocks of `prepare` fit an SM, and one of `scan`, whose 128 leave 4 SMs idle.
+Both are bound by memory. At 70 to 90 % of these bounds `prepare` takes 0.25 to 0.32 ms and `scan`
+0.2 to 0.3 ms, 0.45 to 0.62 ms together; the goal is under 0.6. The floor, each input read and each
+output written once and g in bfloat16, is 672 MB and 0.14 ms. Two blocks of `prepare` fit an SM, and
+one of `scan`, whose 128 leave 4 of 132 SMs idle.
 
 Source: Kimi Linear (arXiv:2510.26692), the chunkwise form of KDA.
 """
