@@ -322,8 +322,17 @@ def bench(
         typer.Argument(metavar="[NAME]...", help="forward, kda, compile, decode; or all."),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each side.")] = 5,
+    compile_for: Annotated[
+        str | None,
+        typer.Option(help="kda: compile its GPU kernels for this card (h200), which need not be."),
+    ] = None,
+    run: Annotated[bool, typer.Option("--run", help="kda: time its kernels on a GPU.")] = False,
 ) -> None:
     """Time ours beside a named peer, in one run; exit 1 when a goal is missed."""
+    if compile_for or run:
+        if names != ["kda"]:
+            raise ConfigError("--compile-for and --run belong to `bench kda`")
+        _bench_kda_kernels(repeats, compile_for, run)
     from glm5_jax.bench import BENCHES
 
     if unknown := set(names or ()) - set(BENCHES):
@@ -334,6 +343,18 @@ def bench(
             print(timing, flush=True)
             timings.append(timing)
     raise typer.Exit(0 if all(timing.reached for timing in timings) else 1)
+
+
+def _bench_kda_kernels(repeats: int, target: str | None, run: bool) -> None:
+    from glm5_jax.bench_gpu import compile_lines, run_lines
+
+    good = True
+    if target:
+        lines, good = compile_lines(target)
+        print(*lines, sep="\n", flush=True)
+    if run:
+        print(*run_lines(repeats), sep="\n")
+    raise typer.Exit(0 if good else 1)
 
 
 @app.command()
