@@ -85,6 +85,28 @@ def test_block_of_rows_is_computed_only_if_an_expert_has_pairs():
     assert sorted(computed) == [(1, 8)] * 5 + [(3, 8)]
 
 
+@pytest.mark.codegen
+@pytest.mark.parametrize("counts", [(5, 300, 0, 131, 12, 64), (1, 1, 1, 1, 1, 1)])
+def test_a_part_of_the_experts_gives_the_bits_that_all_give(counts):
+    def outputs(weights, tokens, chosen):
+        expert = lambda e, rows: jnp.tanh(rows @ weights[e].T)  # noqa: E731
+        return apply_experts(expert, tokens, chosen, len(counts), len(weights))
+
+    rng = np.random.default_rng(3)
+    chosen = chosen_with_counts(counts, 2)
+    tokens = rng.standard_normal((len(chosen), 24), np.float32)
+    weights = rng.standard_normal((len(counts), 24, 24), np.float32)
+    run = jax.jit(outputs)
+    whole = np.asarray(run(weights, tokens, chosen))
+    for at_hand in ([0, 3], [4, 1], [5, 2]):
+        place = np.full(len(counts), 2)
+        place[at_hand] = [0, 1]
+        part = np.asarray(run(weights[at_hand], tokens, place[chosen]))
+        here = np.isin(chosen, at_hand)
+        np.testing.assert_array_equal(part[here], whole[here])
+        assert not part[~here].any()
+
+
 def test_gradient_reaches_chosen_experts_only():
     weights, tokens = jnp.ones((4, 2, 2)), jnp.ones((3, 2))
     chosen = jnp.asarray([[0, 2], [2, 0], [0, 2]])
