@@ -30,3 +30,15 @@ def call() -> Callable[..., Any]:
     """`call(module, *args)` under jit: one compilation for a module and the shapes it is given."""
     jitted = jax.jit(lambda module, *args: module(*args))
     return lambda module, *args: jax.tree.map(np.asarray, jitted(module, *args))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: shows what only a GPU can; deselected without one")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what needs a GPU where there is none; the last line then counts it."""
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if needs_gpu and jax.default_backend() != "gpu":
+        config.hook.pytest_deselected(items=needs_gpu)
+        items[:] = [item for item in items if item not in needs_gpu]

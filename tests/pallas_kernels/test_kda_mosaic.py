@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.kda import chunk_kda, mosaic_gpu
 
-INTERPRETED = Path(__file__).with_name("interpreted_kda.py")
+KERNELS = Path(__file__).with_name("kda_kernels.py")
 
 
 def inputs(dtype=jnp.bfloat16, K=128, V=128, T=3, state=jnp.float32):
@@ -20,20 +20,27 @@ def inputs(dtype=jnp.bfloat16, K=128, V=128, T=3, state=jnp.float32):
     return q, q, v, g, beta, jnp.zeros((1, 1, K, V), state)
 
 
+def run_kernel_tests(**environment):
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(KERNELS)],
+        env=os.environ | environment,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 if jax.__version_info__ >= (0, 11):
 
     def test_kernels_interpreted_on_a_cpu():
-        """Correct, free of races and differentiable: the tests in `interpreted_kda.py`."""
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(INTERPRETED)]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"NPROC": "8"},
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            timeout=3600,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        """Correct, free of races and differentiable: the tests in `kda_kernels.py`."""
+        run_kernel_tests(JAX_PLATFORMS="cpu", NPROC="8")
+
+    @pytest.mark.gpu
+    def test_kernels_on_a_gpu():
+        """The same, compiled, with every case at every size (H03 among them)."""
+        run_kernel_tests()
 
     @pytest.mark.parametrize(
         ("changed", "reason"),

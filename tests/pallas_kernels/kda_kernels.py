@@ -1,10 +1,12 @@
-"""The Mosaic GPU kernels of KDA, run on a CPU step by step; `test_kda_mosaic.py` starts this file.
+"""The Mosaic GPU kernels of KDA against the recurrence; `test_kda_mosaic.py` starts this file.
 
-In a process of its own: the interpreter blocks a thread of JAX's pool for each warpgroup that
-waits, and hangs where the pool has one for each of two cores. It computes exact float32 products of
-what the kernels round to bfloat16, so it shows that rounding, and the race detector is on.
+On a Hopper GPU they run as they are. Elsewhere they are interpreted, step by step, with the race
+detector on: exact float32 products of what the kernels round to bfloat16, so that rounding shows.
+That takes a process of its own: the interpreter blocks a thread of JAX's pool for each warpgroup
+that waits, and hangs where the pool has one for each of two cores.
 """
 
+import contextlib
 import os
 
 import jax
@@ -14,10 +16,12 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_kernels.kda import chunk_kda, mosaic_gpu
+from pallas_kernels.kda import chunk_kda, mosaic_common, mosaic_gpu
 from pallas_kernels.kda.mosaic_prep import LEAST
 
-assert int(os.environ["NPROC"]) >= 8, "JAX's pool needs threads to spare; see the top of this file"
+ON_GPU = jax.default_backend() == "gpu"
+kernels = contextlib.nullcontext if ON_GPU else mosaic_gpu.interpreted
+assert ON_GPU or int(os.environ["NPROC"]) >= 8, "JAX's pool needs threads to spare; see the top"
 
 FUZZ = "GLM5_JAX_FUZZ" in os.environ
 SIZES = [(128, 128), (64, 64), (128, 64), (64, 128)]
@@ -104,7 +108,7 @@ def judge(float32, exact_kda, relative_l2):
             arguments[name] = np.asarray(arguments[name], ml_dtypes.bfloat16)
         if g_dtype == jnp.bfloat16:
             arguments["g"] = np.asarray(arguments["g"], ml_dtypes.bfloat16)
-        with mosaic_gpu.interpreted():
+        with kernels():
             ours = run(
                 **arguments,
                 use_qk_l2norm=use_qk_l2norm,
@@ -113,7 +117,7 @@ def judge(float32, exact_kda, relative_l2):
             )
         assert ours[0].dtype == jnp.bfloat16
         assert ours[1].dtype == jnp.float32
-        assert not gpu_callbacks.get_races().races_found
+        assert ON_GPU or not gpu_callbacks.get_races().races_found
         truth = exact_kda(**arguments, use_qk_l2norm=use_qk_l2norm)
         B, _, H, K = arguments["q"].shape
         state = arguments.pop("initial_state", np.zeros((B, H, K, arguments["v"].shape[-1])))
@@ -127,10 +131,10 @@ def judge(float32, exact_kda, relative_l2):
     return compare
 
 
-@pytest.mark.parametrize("sizes", SIZES if FUZZ else [None], ids=str)
+@pytest.mark.parametrize("sizes", SIZES if FUZZ or ON_GPU else [None], ids=str)
 def test_kernels_round_as_they_say(judge, kda_case, kda_arguments, sizes):
-    if kda_case.T > 500 and not FUZZ:
-        pytest.skip("under make fuzz")
+    if kda_case.T > 500 and not (FUZZ or ON_GPU):
+        pytest.skip("interpreted under make fuzz")
     K, V = sizes or SIZES[len(kda_case.name) % len(SIZES)]
     judge(kda_case.arguments(kda_arguments, K, V))
 
@@ -149,6 +153,33 @@ def test_queries_and_keys_as_they_are_and_narrow_gates(judge, kda_arguments):
     judge(arguments, use_qk_l2norm=False, g_dtype=jnp.bfloat16)
 
 
+def test_all_ones(judge, kda_arguments):
+    judge(kda_arguments(130, B=1, H=1, K=128, V=128, q=1.0, k=1.0, v=1.0, g=0.0, beta=1.0))
+
+
+@pytest.mark.skipif(
+    not ON_GPU, reason="needs a GPU: the interpreter takes a warpgroup for one thread"
+)
+def test_barriers_by_hand_are_enough(float32, kda_arguments, cast, monkeypatch):
+    """Bit for bit what the same kernels give with a barrier around every access, each time."""
+    arguments = kda_arguments(1000, B=2, H=64, K=128, V=128)
+    narrow = cast({name: arguments.pop(name) for name in ("q", "k", "v")}, jnp.bfloat16)
+    arguments = narrow | cast(arguments, jnp.float32)
+    ours = [run(**arguments, implementation="mosaic_gpu")[0] for _ in range(20)]
+
+    params = mosaic_common.plgpu.CompilerParams
+    monkeypatch.setattr(
+        mosaic_common.plgpu,
+        "CompilerParams",
+        lambda **options: params(**options | {"unsafe_no_auto_barriers": False}),
+    )
+    jax.clear_caches()
+    careful, _ = run(**arguments, implementation="mosaic_gpu")
+    jax.clear_caches()
+    for o in ours:
+        np.testing.assert_array_equal(o, careful)
+
+
 def test_gradients_are_those_of_the_chunked_form(float32, kda_arguments, cast):
     arguments = kda_arguments(70, B=1, H=1, K=64, V=64)
     narrow = cast({name: arguments.pop(name) for name in ("q", "k", "v")}, jnp.bfloat16)
@@ -162,7 +193,7 @@ def test_gradients_are_those_of_the_chunked_form(float32, kda_arguments, cast):
         return jnp.sum(jnp.cos(jnp.arange(o.size)) * o.ravel()) + jnp.sum(state[0, 0, :, 5])
 
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
-    with mosaic_gpu.interpreted():
+    with kernels():
         ours = gradient(arguments, "mosaic_gpu")
     for name, x in gradient(arguments, "xla").items():
         assert ours[name].dtype == arguments[name].dtype
