@@ -344,6 +344,7 @@ def _prompt_rows(
     tokens: Tokens | Sequence[Sequence[int]], mask: GivenMask | None, vocab_size: int
 ) -> list[np.ndarray]:
     """The real tokens of each row."""
+    # Masks of ones are NumPy's here: JAX would compile one for every length.
     if isinstance(tokens, Sequence):
         if mask is not None:
             raise ValueError("mask: expected none beside a list of prompts, which has no padding")
@@ -356,8 +357,10 @@ def _prompt_rows(
                 )
         if not rows:
             raise ValueError("tokens: expected a prompt, got an empty list")
-        checked_inputs(np.concatenate(rows)[None], None, vocab_size)
+        ids = np.concatenate(rows)[None]
+        checked_inputs(ids, np.ones(ids.shape, bool), vocab_size)
         return rows
+    mask = np.ones(np.shape(tokens), bool) if mask is None else mask
     ids, real = (np.asarray(x) for x in checked_inputs(tokens, mask, vocab_size))
     rows = [row[kept] for row, kept in zip(ids, real, strict=True)]
     for i, row in enumerate(rows):

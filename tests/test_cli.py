@@ -166,27 +166,29 @@ def test_generate_streams_tokens_and_says_what_it_took(run, small, tmp_path):
     assert run("generate", tmp_path, *asked)[1].strip() == stopped
 
 
-def test_generate_continues_several_prompts_and_drafts(run, small, tmp_path):
+def test_generate_prints_several_continuations_by_row(run, small, tmp_path):
+    import glm5_jax as glm
+
     file = tmp_path / "prompts.txt"
     file.write_text("5 6 7\n9\n")
-    arguments = ("generate", small, "--tokens-file", file, "--max-new", 5, "--eos", "")
-    status, out, err = run(*arguments, "--draft", 2)
-    assert status == 0 and [line.split()[0] for line in out.splitlines()] == ["[0]", "[1]"]
-    assert all(len(line.split()) == 6 for line in out.splitlines())
-    assert "drafts accepted: " in err
-    assert run(*arguments)[1] == out
+    status, out, _ = run("generate", small, "--tokens-file", file, "--max-new", 5, "--eos", "")
+    rows = glm.generate(glm.load(small), [[5, 6, 7], [9]], max_new_tokens=5, eos=()).rows
+    assert status == 0 and out.splitlines() == [
+        " ".join(map(str, [f"[{i}]", *row])) for i, row in enumerate(rows)
+    ]
 
 
 def test_generate_hands_on_what_it_is_asked(run, small, monkeypatch):
     asked = {}
 
     def fake(model, tokens, mask, **settings):
-        asked.update(settings)
+        asked.update(settings, head=model.mtp is not None, dtype=model.norm.dtype)
         raise FloatingPointError("row 0: after 1 tokens the logits are NaN")
 
     monkeypatch.setattr("glm5_jax.generation.generate", fake)
-    drawn = ("--temperature", 1.5, "--top-k", 9, "--top-p", 0.9, "--seed", 3)
-    status, _, err = run("generate", small, "--tokens", 1, *drawn, "--max-new", 4)
+    drawn = ("--temperature", 1.5, "--top-k", 9, "--top-p", 0.9, "--seed", 3, "--draft", 2)
+    how = ("--max-new", 4, "--dtype", "float32")
+    status, _, err = run("generate", small, "--tokens", 1, *drawn, *how)
     assert_one_line(status, err, small, "NaN")
     del asked["on_token"]
     assert asked == {
@@ -196,7 +198,9 @@ def test_generate_hands_on_what_it_is_asked(run, small, monkeypatch):
         "top_p": 0.9,
         "seed": 3,
         "eos": (211, 215),
-        "draft_tokens": 0,
+        "draft_tokens": 2,
+        "head": True,
+        "dtype": np.float32,
     }
 
 

@@ -1,8 +1,12 @@
 """Generation: the same tokens as whole forward passes, whatever is drafted, padded or batched."""
 
+import dataclasses
+import itertools
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import glm5_jax as glm
 from glm5_jax import generation
@@ -40,11 +44,24 @@ CONFIG = {
     "linear_attn_config": {"num_heads": 2, "head_dim": 6, "short_conv_kernel_size": 4},
     "num_nextn_predict_layers": 1,
     "pad_token_id": 12,
-    "eos_token_id": [],
+    "eos_token_id": [3, 7],
 }
 NEW = 14
-LENGTHS = (5, 19, 1, 12)
-HOT = {"temperature": 3.0, "seed": 4}
+LENGTHS = (19, 5, 1, 12)
+GREEDY = {"max_new_tokens": NEW, "eos": ()}
+HOT = GREEDY | {"temperature": 3.0, "seed": 4}
+NOISE = GREEDY | {"temperature": 1e6}
+
+
+def arrays_of(model):
+    """Copies of the parameters, by path."""
+    found = [(path, x) for path, x in nnx.iter_graph(model) if isinstance(x, nnx.Variable)]
+    return {".".join(map(str, path)): np.array(x[...]) for path, x in found}
+
+
+def ended(rows, ends):
+    """Rows up to the first of `ends`, that one included."""
+    return [row[: min((row.index(e) + 1 for e in ends if e in row), default=NEW)] for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +92,12 @@ def whole(model):
 
 @pytest.fixture(scope="module")
 def greedy(model, prompts):
-    return generate(model, prompts, max_new_tokens=NEW)
+    return generate(model, prompts, **GREEDY)
 
 
 @pytest.fixture(scope="module")
 def hot(model, prompts):
-    return generate(model, prompts, max_new_tokens=NEW, **HOT)
+    return generate(model, prompts, **HOT)
 
 
 def test_greedy_tokens_are_those_of_whole_forward_passes(greedy, prompts, whole):
@@ -91,125 +108,98 @@ def test_greedy_tokens_are_those_of_whole_forward_passes(greedy, prompts, whole)
             assert token == np.argmax(whole(prompt + row[:n]))
 
 
-@pytest.mark.parametrize("settings", [{}, HOT], ids=["greedy", "hot"])
-def test_a_row_alone_is_the_row_in_a_batch(model, prompts, greedy, hot, settings):
-    alone = generate(model, prompts[:1], max_new_tokens=NEW, **settings)
-    assert alone.rows == (hot if settings else greedy).rows[:1]
+def test_a_row_alone_is_the_row_in_a_batch(model, prompts, hot):
+    assert generate(model, prompts[:1], **HOT).rows == hot.rows[:1]
 
 
 def test_padding_on_either_side_is_no_matter(model, prompts, greedy):
     tokens = np.full((4, 23), 7)
     mask = np.zeros((4, 23))
-    for i, (start, prompt) in enumerate(zip((18, 0, 6, 3), prompts, strict=True)):
+    for i, (start, prompt) in enumerate(zip((4, 18, 6, 3), prompts, strict=True)):
         tokens[i, start : start + len(prompt)] = prompt
         mask[i, start : start + len(prompt)] = 1
-    assert generate(model, tokens, mask, max_new_tokens=NEW).rows == greedy.rows
+    assert generate(model, tokens, mask, **GREEDY).rows == greedy.rows
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(model, prompts, greedy, monkeypatch):
-    monkeypatch.setattr(generation, "PREFILL_CHUNK", 4)  # the rest is padded to 16
-    assert generation._chunk_widths(21) == [4] * 5 + [16]
-    for drafts in (0, 2):
-        found = generate(model, prompts, max_new_tokens=NEW, draft_tokens=drafts)
-        assert found.rows == greedy.rows
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 16)
+    assert generation._chunk_widths(max(LENGTHS)) == [16, 16]
+    assert generate(model, prompts, draft_tokens=1, **GREEDY).rows == greedy.rows
 
 
 @pytest.mark.parametrize("drafts", [1, 3])
-@pytest.mark.parametrize(
-    "settings", [{}, HOT, {"temperature": 1e6}], ids=["greedy", "hot", "noise"]
-)
-def test_drafts_change_no_token(model, prompts, greedy, hot, drafts, settings):
-    plain = generate(model, prompts, max_new_tokens=NEW, **settings)
-    drafted = generate(model, prompts, max_new_tokens=NEW, draft_tokens=drafts, **settings)
+@pytest.mark.parametrize("settings", [GREEDY, HOT, NOISE], ids=["greedy", "hot", "noise"])
+def test_drafts_change_no_token(model, prompts, drafts, settings):
+    plain = generate(model, prompts, **settings)
+    drafted = generate(model, prompts, draft_tokens=drafts, **settings)
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
+    assert plain.stats.trunk_calls == NEW - 1 and plain.stats.drafted == ()
     stats = drafted.stats
     assert len(stats.drafted) == len(stats.accepted) == drafts
     assert stats.drafted[0] >= stats.accepted[0] >= stats.accepted[-1]
-    # Each check of a row brings one token, and one for each draft that holds.
-    checks, extra = stats.drafted[0], sum(stats.accepted)
-    assert 4 * (NEW - 1) <= checks + extra < 4 * (NEW - 1 + drafts + 1)
-    if "temperature" in settings and settings["temperature"] > 1e5:
-        # Noise decides, and the head is drawn for with the same noise.
-        assert stats.accepted == stats.drafted and stats.trunk_calls == -(
-            -(NEW - 1) // (drafts + 1)
-        )
-    assert plain.stats.trunk_calls == NEW - 1 and plain.stats.drafted == ()
+    # A check of a row brings a token, and one for each draft that holds; the last may bring more.
+    brought = stats.drafted[0] + sum(stats.accepted)
+    assert 4 * (NEW - 1) <= brought <= 4 * (NEW - 1 + drafts)
+    if settings == NOISE:
+        # The head draws with the noise that the trunk will draw with, and that alone decides.
+        assert stats.accepted == stats.drafted
+        assert stats.trunk_calls == -(-(NEW - 1) // (drafts + 1))
 
 
 def test_a_draw_hangs_on_seed_and_place_alone(model, prompts, hot):
     other = [prompts[0], [1, 2], [3], [4]]
-    assert generate(model, other, max_new_tokens=NEW, **HOT).rows[0] == hot.rows[0]
-    again = generate(model, prompts, max_new_tokens=NEW, temperature=3.0, seed=5)
+    assert generate(model, other, **HOT).rows[0] == hot.rows[0]
+    again = generate(model, prompts, **HOT | {"seed": 5})
     assert again.rows != hot.rows
     # What was generated may as well have been in the prompt.
     longer = [prompt + row[:6] for prompt, row in zip(prompts, hot.rows, strict=True)]
-    rest = generate(model, longer, max_new_tokens=NEW - 6, **HOT)
+    rest = generate(model, longer, **HOT | {"max_new_tokens": NEW - 6})
     assert rest.rows == [row[6:] for row in hot.rows]
 
 
-def ended(rows, ends):
-    """Rows up to the first of `ends`, that one included."""
-    return [row[: min((row.index(e) + 1 for e in ends if e in row), default=NEW)] for row in rows]
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_each_row_stops_at_any_end_token(model, prompts, hot, drafts):
+    def lengths(ends):
+        return {len(row) for row in ended(hot.rows, ends)}
 
-
-def test_each_row_stops_at_any_end_token(model, prompts, hot):
-    ends = [hot.rows[0][3], hot.rows[1][8]]
+    ends = max(itertools.combinations(range(13), 2), key=lambda ends: len(lengths(ends)))
     expected = ended(hot.rows, ends)
-    assert len(set(map(len, expected))) > 2
-    for drafts in (0, 3):
-        found = generate(model, prompts, max_new_tokens=NEW, eos=ends, draft_tokens=drafts, **HOT)
-        assert found.rows == expected
-        behind = np.arange(NEW) >= found.lengths[:, None]
-        assert (found.tokens[behind] == 12).all() and found.stats.new_tokens == sum(found.lengths)
-    one = generate(model, prompts, max_new_tokens=NEW, eos=ends[0], **HOT)
-    assert one.rows == ended(hot.rows, ends[:1])
+    assert len(lengths(ends)) > 2
+    found = generate(model, prompts, draft_tokens=drafts, **HOT | {"eos": ends})
+    assert found.rows == expected and found.stats.new_tokens == sum(map(len, expected))
+    behind = np.arange(NEW) >= found.lengths[:, None]
+    assert (found.tokens[behind] == 12).all()  # the config's pad id
+
+
+def test_one_end_token_may_come_at_once(model, prompts, hot):
     first = hot.rows[0][0]
-    at_once = generate(model, prompts[:1], max_new_tokens=NEW, eos=first, **HOT)
+    assert generate(model, prompts, **HOT | {"eos": first}).rows == ended(hot.rows, [first])
+    at_once = generate(model, prompts[:1], **HOT | {"eos": first})
     assert at_once.rows == [[first]] and at_once.stats.trunk_calls == 0
 
 
-@pytest.mark.parametrize(("eos", "pad"), [([5, 3], None), (3, None), (3, 11), (None, None)])
-def test_the_config_says_what_ends_a_row_and_what_stands_behind(model, prompts, hot, eos, pad):
-    import dataclasses
-
-    ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
-    named = glm.TextModel.from_leaves(
-        dataclasses.replace(model.config, eos_token_ids=ids, pad_token_id=pad),
-        {".".join(map(str, path)): leaf[...] for path, leaf in glm_leaves(model)},
-    )
-    found = generate(named, prompts, max_new_tokens=NEW, **HOT)
-    assert found.rows == ended(hot.rows, ids)
-    behind = np.arange(NEW) >= found.lengths[:, None]
-    right = pad if pad is not None else ids[0] if ids else 0
-    assert behind.any() == bool(ids) and (found.tokens[behind] == right).all()
-    # Asked for, no token ends a row.
-    assert generate(named, prompts, max_new_tokens=NEW, eos=(), **HOT).rows == hot.rows
+def test_the_config_says_what_ends_a_row(model, prompts, hot):
+    assert generate(model, prompts, **HOT | {"eos": None}).rows == ended(hot.rows, [3, 7])
+    assert ended(hot.rows, [3, 7]) not in (hot.rows, ended(hot.rows, [3]), ended(hot.rows, [7]))
 
 
-def glm_leaves(model):
-    from flax import nnx
-
-    return [(p, v) for p, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable)]
+def test_without_a_pad_id_the_first_end_token_stands_behind(model):
+    config = dataclasses.replace(model.config, pad_token_id=None)
+    padless = glm.TextModel.from_leaves(config, arrays_of(model))
+    found = generate(padless, [[1] * 19], **HOT | {"eos": [7, *range(13)]})
+    assert found.lengths == [1] and found.tokens[0, 1] == 7
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_tokens_are_given_out_as_they_come_rows_in_turn(model, prompts, hot, drafts):
     given = []
-    ends = [hot.rows[0][3]]
-    found = generate(
-        model,
-        prompts,
-        max_new_tokens=NEW,
-        eos=ends,
-        draft_tokens=drafts,
-        on_token=lambda row, token: given.append((row, token)),
-        **HOT,
-    )
+    settings = HOT | {"eos": hot.rows[1][3], "draft_tokens": drafts}
+    found = generate(model, prompts, on_token=lambda *place: given.append(place), **settings)
     assert [[t for row, t in given if row == i] for i in range(4)] == found.rows
-    assert all(type(row) is int and type(token) is int for row, token in given)
+    assert all(type(value) is int for place in given for value in place)
     if not drafts:
-        order = [(row, n) for n in range(NEW) for row in range(4) if n < found.lengths[row]]
-        assert [row for row, _ in given] == [row for row, _ in order]
+        order = [row for n in range(NEW) for row in range(4) if n < found.lengths[row]]
+        assert [row for row, _ in given] == order
 
 
 def test_a_callback_may_break_off(model, prompts):
@@ -221,17 +211,23 @@ def test_a_callback_may_break_off(model, prompts):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        generate(model, prompts, max_new_tokens=NEW, on_token=stop)
+        generate(model, prompts, on_token=stop, **GREEDY)
     assert len(seen) == 6
 
 
-def test_one_compilation_serves_all_positions_prompts_of_a_bucket_and_settings(model):
-    before = generation._step._cache_size()
-    for length, new, temperature in ((17, 9, 0.5), (20, 12, 2.0), (31, 1, 0.5), (21, 10, 1.0)):
-        generate(model, [[1] * length], max_new_tokens=new, temperature=temperature, top_k=3)
-    assert generation._step._cache_size() == before + 1
-    generate(model, [[1] * 33], max_new_tokens=9, temperature=0.5, top_k=3)
-    assert generation._step._cache_size() == before + 2
+def test_one_compilation_serves_all_positions_prompts_of_a_bucket_and_numbers(model):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, seconds, **details: compiled.append(event) if "compile" in event else None
+    )
+    counts = []
+    for length, new, temperature, seed in ((17, 9, 0.5, 0), (20, 12, 2.0, 1), (31, 2, 0.7, 2)):
+        settings = {"max_new_tokens": new, "temperature": temperature, "seed": seed}
+        assert generate(model, [[1] * length], **settings).stats.trunk_calls > 0
+        counts.append(len(compiled))
+    assert counts[1:] == counts[:-1]
+    jax.jit(lambda x: x + 1)(1)
+    assert len(compiled) > counts[-1]  # it does count
 
 
 def test_sizes_are_rounded_up_to_few():
@@ -243,12 +239,20 @@ def test_sizes_are_rounded_up_to_few():
         assert columns <= sum(widths) < max(17, columns + 1024) and max(widths) <= 1024
 
 
+def test_the_statistics_read_as_a_line():
+    stats = generation.Stats(19, 64, 31, (62, 62), (40, 9), 0.5, 0.25, 2.0, 60)
+    assert str(stats) == (
+        "19 prompt tokens in 0.50 s; 64 new ones, 31 calls after the prompt's; "
+        "30.0 tokens/s after a first step of 0.25 s; drafts accepted: 40/62, 9/62"
+    )
+
+
 def test_nan_is_an_error_that_names_the_row(model, prompts):
-    leaves = {".".join(map(str, path)): np.array(leaf[...]) for path, leaf in glm_leaves(model)}
-    leaves["embed_tokens"][9] = np.nan
-    broken = glm.TextModel.from_leaves(model.config, leaves)
+    arrays = arrays_of(model)
+    arrays["embed_tokens"][9] = np.nan
+    broken = glm.TextModel.from_leaves(model.config, arrays)
     with pytest.raises(FloatingPointError, match="row 1: after 3 tokens the logits are NaN"):
-        generate(broken, [[1, 2], [3, 9, 1]], max_new_tokens=2)
+        generate(broken, [[1] * 19, [3, 9, 1], [1], [9]], **GREEDY)
 
 
 def test_drafts_need_the_head(tmp_path, model, prompts):
