@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .budget import parameter_budget, state_budget
     from .checkpoint.audit import audit
     from .checkpoint.convert import convert
+    from .checkpoint.export import export
     from .checkpoint.tiny import make_tiny
     from .checkpoint.verify import verify
     from .config import ModelConfig, load_config
@@ -32,6 +33,7 @@ _HOME = {
     "TextModel": "model",
     "audit": "checkpoint.audit",
     "convert": "checkpoint.convert",
+    "export": "checkpoint.export",
     "generate": "generation",
     "load": "model",
     "load_config": "config",
@@ -52,6 +54,7 @@ __all__ = [
     "__version__",
     "audit",
     "convert",
+    "export",
     "generate",
     "load",
     "load_config",

@@ -123,6 +123,34 @@ def convert(
 
 
 @app.command()
+def export(
+    source: Annotated[Path, typer.Argument(metavar="ORBAX", help="An Orbax directory.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The safetensors directory.")],
+    naming: Annotated[
+        str | None, typer.Option(metavar="released|native", help="Names; the source's without.")
+    ] = None,
+    dtype: Dtype = "stored",
+    shard_size: Annotated[
+        str, typer.Option(metavar="5GB", help="A new file is begun before one is larger.")
+    ] = "5GB",
+) -> None:
+    """Write the safetensors that an Orbax directory was made of; any --dtype but stored decodes."""
+    from glm5_jax.checkpoint.export import export
+    from glm5_jax.checkpoint.writer import parse_size
+
+    with _progress() as progress:
+        report = export(
+            source,
+            destination,
+            naming=cast(Naming | None, naming),  # refused there if it is none
+            dtype=dtype,
+            shard_bytes=parse_size(shard_size),
+            progress=progress,
+        )
+    print(report.to_text())
+
+
+@app.command()
 def verify(
     directory: Directory,
     quick: Annotated[bool, typer.Option("--quick", help="Names and sizes, no hashes.")] = False,

@@ -25,7 +25,7 @@ from .ledger import PASSTHROUGH
 from .reader import Checkpoint
 
 # An expert of at least this size is a piece of its own, so that one can be read without others.
-EXPERT_BYTES = 2**20
+EXPERT_BYTES = 2**16
 
 Index = slice | EllipsisType
 

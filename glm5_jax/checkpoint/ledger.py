@@ -18,6 +18,7 @@ import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by name once it is importe
 import numpy as np
 
 from ..errors import CheckpointError
+from ..specs import Naming
 
 LEDGER = "ledger.jsonl"
 FORMAT = 1
@@ -66,6 +67,15 @@ class LedgerLine:
         """Size of the array."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
+    def mismatch(self, dtype: str, shape: tuple[int, ...]) -> str | None:
+        """What is wrong with an array that says this of itself."""
+        if (dtype, shape) == (self.dtype, self.shape):
+            return None
+        return (
+            f"{self.path}: expected {self.dtype} {list(self.shape)}, "
+            f"the array is {dtype} {list(shape)}"
+        )
+
     def encode(self) -> str:
         """One line of JSON."""
         return json.dumps(asdict(self), separators=(",", ":")) + "\n"
@@ -76,7 +86,7 @@ class LedgerHeader:
     """What was converted, and what it was asked to become."""
 
     format: int
-    naming: str
+    naming: Naming
     quantization: str
     dtype: str
     layers: tuple[int, ...] | None

@@ -101,13 +101,8 @@ class _Leaf:
         except (ValueError, OSError) as error:
             self.problem = f"{line.path}: cannot be read: {one_line(error)}"
             return None
-        if array.shape != line.shape or array.dtype.name != line.dtype:
-            self.problem = (
-                f"{line.path}: expected {line.dtype} {list(line.shape)}, "
-                f"the array is {array.dtype.name} {list(array.shape)}"
-            )
-            return None
-        return array
+        self.problem = line.mismatch(array.dtype.name, array.shape)
+        return None if self.problem else array
 
     def jobs(self, hashers: Hashers, advance: Callable[[int], None]) -> Iterator[Job]:
         """Read and hash piece by piece; the last one compares."""

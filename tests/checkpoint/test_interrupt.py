@@ -1,5 +1,6 @@
 """convert, interrupted: by a kill at any moment, a full disk, a source that changes meanwhile."""
 
+import gc
 import os
 import resource
 import shutil
@@ -18,8 +19,6 @@ from glm5_jax.checkpoint.staging import JOURNAL, Staging, unfinished_directory
 from glm5_jax.checkpoint.verify import verify
 
 ROOT = Path(__file__).resolve().parents[2]
-GROUPS = ["outside the layers", *(f"layer {i}" for i in range(5)), "mtp", "passthrough"]
-
 # Children are forked from a process that has imported everything: each has all its time to convert.
 PARENT = """
 import json, os, random, shutil, signal, sys, time
@@ -101,7 +100,9 @@ while kills < int(sys.argv[3]) or expected is None:
     whole = time.monotonic() - started if expected is None else whole
     expected = expected or ledger
     assert ledger == expected
-    assert os.waitpid(child(), 0)[1] == (0 if left.exists() else 256)
+    # A rerun cleans up after a killed one; after a complete one it finds the destination taken.
+    killed = (left / "journal.jsonl").exists()
+    assert os.waitstatus_to_exitcode(os.waitpid(child(), 0)[1]) == (0 if killed else 1)
     shutil.rmtree(out)
     before = []
 assert os.waitpid(child(), 0)[1] == 0
@@ -126,6 +127,7 @@ def test_killed_at_random_moments_it_continues_and_ends_in_the_same_directory(
     assert list(tmp_path.iterdir()) == [out]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's own loop
 @pytest.mark.parametrize(
     ("moment", "resumed"),
     [
@@ -153,6 +155,7 @@ def test_killed_it_leaves_nothing_that_restores_and_a_rerun_continues(
     for path in (out, left, *groups[:1], *unfinished):
         with pytest.raises(Exception, match=r"."):
             ocp.load(path)
+    gc.collect()  # lest what Orbax leaves behind is found by another test
     for path in (out, left):
         with pytest.raises(CheckpointError, match="unfinished conversion"):
             load_leaves(path)
