@@ -11,6 +11,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.nn.experts import apply_experts
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.sums import sum_unrolled
 from glm5_jax.nn.types import Activations, Record, note, scoped, wide
 
 
@@ -153,7 +154,7 @@ def weigh(outputs: Float[Array, "B T k X"], weights: Float[Array, "B T k"]) -> A
     So a token's result depends on nothing else, and not on the order of the experts' computation.
     """
     terms = outputs.astype(wide(outputs.dtype)) * weights[..., None]
-    return jnp.sum(terms, axis=-2).astype(outputs.dtype)
+    return sum_unrolled(terms, axis=-2).astype(outputs.dtype)
 
 
 class MoE(nnx.Module):

@@ -6,7 +6,6 @@ the doubly stochastic matrices by Sinkhorn's iteration). Coefficients are float3
 dtype.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -18,6 +17,7 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.nn.linear import linear_wide
 from glm5_jax.nn.norms import normalize
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.sums import sum_unrolled
 from glm5_jax.nn.types import Activations, Record, Streams, wide
 
 
@@ -83,12 +83,12 @@ def coefficients(
 
 def collapse(streams: Streams, pre: Float[Array, "B T M"]) -> Activations:
     """`Σ_m pre[m] · streams[m]`, summed in float32 and cast once: the sublayer's input."""
-    return _sum_streams(pre[..., None] * streams).astype(streams.dtype)
+    return sum_unrolled(pre[..., None] * streams).astype(streams.dtype)
 
 
 def mean_streams(streams: Streams) -> Activations:
     """The plain mean of the streams, in float32 and cast once: what the final norm sees."""
-    total = _sum_streams(streams.astype(wide(streams.dtype)))
+    total = sum_unrolled(streams.astype(wide(streams.dtype)))
     return (total / streams.shape[-2]).astype(streams.dtype)
 
 
@@ -104,16 +104,8 @@ def expand(
     """
     dtype = streams.dtype
     post, comb = post.astype(dtype), comb.astype(dtype)
-    mixed = _sum_streams(comb[..., None].astype(wide(dtype)) * streams[..., :, None, :], axis=-3)
+    mixed = sum_unrolled(comb[..., None].astype(wide(dtype)) * streams[..., :, None, :], axis=-3)
     return post[..., None] * y[..., None, :] + mixed.astype(dtype)
-
-
-def _sum_streams(terms: Float[Array, "B T M *_"], axis: int = -2) -> Float[Array, "B T *_"]:
-    """The sum over M few terms, unrolled: XLA's CPU reduction over a middle axis is slow."""
-    return functools.reduce(
-        jnp.add,
-        (jax.lax.index_in_dim(terms, i, axis, keepdims=False) for i in range(terms.shape[axis])),
-    )
 
 
 class HyperConnection(nnx.Module):
