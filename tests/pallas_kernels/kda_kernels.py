@@ -149,7 +149,7 @@ def test_gates_below_the_bound_count_as_the_bound(judge, kda_arguments, g):
 
 def test_queries_and_keys_as_they_are_and_narrow_gates(judge, kda_arguments):
     arguments = kda_arguments(70, B=1, H=2, K=64, V=64)
-    arguments["q"], arguments["k"] = normalized(arguments["q"]), normalized(arguments["k"])
+    arguments["q"], arguments["k"] = 3 * arguments["q"], 0.7 * normalized(arguments["k"])
     judge(arguments, use_qk_l2norm=False, g_dtype=jnp.bfloat16)
 
 
