@@ -22,7 +22,16 @@ from glm5_jax.nn.mhc import Coefficients, HyperConnection, collapse, expand
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.types import Activations, Mask, Record, Selection, Streams, note, scoped
+from glm5_jax.nn.types import (
+    Activations,
+    Implementation,
+    Mask,
+    Record,
+    Selection,
+    Streams,
+    note,
+    scoped,
+)
 from glm5_jax.skeleton import SkeletonLayer
 
 RunExperts: TypeAlias = Callable[
@@ -50,15 +59,18 @@ class DecoderLayer(nnx.Module):
         selection: Selection | None = None,
         record: Record | None = None,
         run_experts: RunExperts | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Streams, Selection | None]:
         """The streams after this layer, and the selection of a DSA layer (None from KDA).
 
         `selection` is the one to share, for a DSA layer without an indexer of its own.
         `run_experts` stands in for the layer's own routed experts, which need not be filled then.
+        `implementation` is that of KDA's recurrence.
         """
         streams, chosen = _mix(
             *(self.attn_hc, self.attn_norm, self.attn, streams, mask, selection),
             eps=self.eps,
+            implementation=implementation,
             record=scoped(record, "attn"),
         )
         return self._around_ffn(streams, record, run_experts), chosen
@@ -70,11 +82,13 @@ class DecoderLayer(nnx.Module):
         state: LayerState,
         selection: Selection | None = None,
         record: Record | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Streams, Selection | None, LayerState]:
         """As a call, for the tokens of `stretch` after those that `state` remembers."""
         streams, (chosen, after) = _mix_on(
             *(self.attn_hc, self.attn_norm, self.attn, streams, stretch, state, selection),
             eps=self.eps,
+            implementation=implementation,
             record=scoped(record, "attn"),
         )
         return self._around_ffn(streams, record), chosen, after
@@ -98,7 +112,7 @@ class DecoderLayer(nnx.Module):
 # kinds of layer share what they have in common.
 
 
-@compiled("eps")
+@compiled("eps", "implementation")
 def _mix(
     hc: HyperConnection,
     norm: nnx.Param,
@@ -108,16 +122,17 @@ def _mix(
     selection: Selection | None,
     *,
     eps: float,
+    implementation: Implementation,
     record: Record | None,
 ) -> tuple[Streams, Selection | None]:
     x, site = _enter(hc, norm, eps, streams, record)
     if isinstance(attn, KDA):
-        return _leave("kda", attn(x, mask, record), streams, site, record), None
+        return _leave("kda", attn(x, mask, record, implementation), streams, site, record), None
     y, chosen = attn(x, mask, selection, record)
     return _leave("dsa", y, streams, site, record), chosen
 
 
-@compiled("eps")
+@compiled("eps", "implementation")
 def _mix_on(
     hc: HyperConnection,
     norm: nnx.Param,
@@ -128,6 +143,7 @@ def _mix_on(
     selection: Selection | None,
     *,
     eps: float,
+    implementation: Implementation,
     record: Record | None,
 ) -> tuple[Streams, tuple[Selection | None, LayerState]]:
     after: LayerState
@@ -135,7 +151,7 @@ def _mix_on(
     x, site = _enter(hc, norm, eps, streams, record)
     if isinstance(attn, KDA):
         assert isinstance(state, KDAState)
-        y, after = attn.advance(x, stretch, state)
+        y, after = attn.advance(x, stretch, state, implementation)
     else:
         assert isinstance(state, DSACache)
         y, chosen, after = attn.advance(x, stretch, state, selection, record)

@@ -29,6 +29,7 @@ from glm5_jax.nn.params import Params
 from glm5_jax.nn.types import (
     Activations,
     GivenMask,
+    Implementation,
     Logits,
     Mask,
     Record,
@@ -46,7 +47,9 @@ from glm5_jax.specs import leaves
 class TextModel(nnx.Module):
     """The 45 layers and what stands before and behind them; built from the skeleton.
 
-    `mtp` is the MTP head that drafts with them, None where it was not loaded.
+    `mtp` is the MTP head that drafts with them, None where it was not loaded. `implementation` is
+    what runs KDA's recurrence where a call does not say: a name, several of which the first that
+    can run does, or None for whatever suits the machine (see `pallas_kernels.kda.chunk_kda`).
     """
 
     def __init__(self, config: ModelConfig, params: Params, mtp: bool = False):
@@ -60,6 +63,7 @@ class TextModel(nnx.Module):
         self.norm = params("norm")
         self.lm_head = params("lm_head")
         self.mtp = MTPHead(config, params.at("mtp")) if mtp else None
+        self.implementation: Implementation = None
 
     @classmethod
     def from_leaves(
@@ -95,13 +99,18 @@ class TextModel(nnx.Module):
         return model
 
     def __call__(
-        self, tokens: Tokens, mask: GivenMask | None = None, *, record: Record | None = None
+        self,
+        tokens: Tokens,
+        mask: GivenMask | None = None,
+        *,
+        record: Record | None = None,
+        implementation: Implementation = None,
     ) -> Logits:
         """Logits of every position, float32 (float64 for a float64 model).
 
         `mask` is 1 for real tokens, contiguous in each row; None means that all are real. Logits
         at padded positions are finite and mean nothing. `record(name, value)` is called at every
-        trace site, in the order of `skeleton.residual_plan`.
+        trace site, in the order of `skeleton.residual_plan`. `implementation` is for this call.
 
         Outside `jax.jit` each layer is a call of its own, compiled once per kind of layer.
 
@@ -114,7 +123,8 @@ class TextModel(nnx.Module):
         streams = embed_streams(self.embed_tokens[...], tokens, self.config.hc_mult)
         note(record, "embedding", streams[:, :, 0])
         layers = zip(self.skeleton.layers, self.layers, strict=True)
-        streams = run_layers(layers, streams, mask, record)
+        implementation = implementation or self.implementation
+        streams = run_layers(layers, streams, mask, record, implementation)
         norm, lm_head = self.norm[...], self.lm_head[...]
         return read_out(streams, norm, lm_head, eps=self.config.rms_norm_eps, record=record)
 
@@ -139,6 +149,7 @@ class TextModel(nnx.Module):
         mask: GivenMask | None = None,
         *,
         record: Record | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Activations, Cache]:
         """The hidden states `[B, T, X]` of more tokens, after the final norm, and the new cache.
 
@@ -152,7 +163,7 @@ class TextModel(nnx.Module):
         in place, wrap the step in `jax.jit` and donate the cache.
 
         `record` is called at the sites around every sublayer and for each selection, of slots of
-        the cache; what it gets is left-aligned.
+        the cache; what it gets is left-aligned. `implementation` is for this call.
 
         Raises:
             ValueError: the tokens do not fit into the capacity; `tokens` or `mask` is not as
@@ -171,7 +182,9 @@ class TextModel(nnx.Module):
         for plan, layer, state in zip(self.skeleton.layers, self.layers, cache.layers, strict=True):
             shared = selection if plan.indexer == "shared" else None
             trace = scoped(record, f"layers.{plan.index}")
-            streams, chosen, state = layer.advance(streams, stretch, state, shared, trace)
+            streams, chosen, state = layer.advance(
+                *(streams, stretch, state, shared, trace), implementation or self.implementation
+            )
             selection = selection if chosen is None else chosen
             states.append(state)
         hidden = _final_hidden(
@@ -185,28 +198,45 @@ class TextModel(nnx.Module):
         )
 
     def prefill(
-        self, tokens: Tokens, cache: Cache, mask: GivenMask | None = None
+        self,
+        tokens: Tokens,
+        cache: Cache,
+        mask: GivenMask | None = None,
+        *,
+        implementation: Implementation = None,
     ) -> tuple[Logits, Cache]:
         """The logits `[B, T, vocab]` of more tokens, and the cache after them: see `advance`."""
-        hidden, cache = self.advance(tokens, cache, mask)
+        hidden, cache = self.advance(tokens, cache, mask, implementation=implementation)
         return _head(hidden, self.lm_head[...]), cache
 
-    def decode(self, token: Int[Array | np.ndarray, " B"], cache: Cache) -> tuple[Array, Cache]:
+    def decode(
+        self,
+        token: Int[Array | np.ndarray, " B"],
+        cache: Cache,
+        *,
+        implementation: Implementation = None,
+    ) -> tuple[Array, Cache]:
         """The logits `[B, vocab]` after one more token of every row: see `advance`."""
         if jnp.ndim(token) != 1:
             raise ValueError(f"token: expected integers [B], got shape {jnp.shape(token)}")
         token = token if isinstance(token, jax.Array) else np.asarray(token)
-        logits, cache = self.prefill(token[:, None], cache)
+        logits, cache = self.prefill(token[:, None], cache, implementation=implementation)
         return logits[:, 0], cache
 
 
-def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> TextModel:
+def load(
+    path: str | os.PathLike,
+    dtype: str = "stored",
+    mtp: bool = False,
+    implementation: Implementation = None,
+) -> TextModel:
     """The text model of a checkpoint: an Orbax directory of `convert`, or safetensors directly.
 
     Both give the same model, bit for bit. `dtype` is "stored", "bfloat16", "float32" or
     "float64"; what must be float32 stays float32 in a bfloat16 model. "stored" keeps quantised
     weights quantised in memory and decodes them where they are used, to the embedding's dtype; any
-    other decodes them once. `mtp` loads the MTP head too, as `.mtp`.
+    other decodes them once. `mtp` loads the MTP head too, as `.mtp`. `implementation` is the
+    model's own, see `TextModel`.
 
     Raises:
         CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or
@@ -218,7 +248,9 @@ def load(path: str | os.PathLike, dtype: str = "stored", mtp: bool = False) -> T
 
     config, arrays = load_leaves(path, dtype=dtype, mtp=mtp)
     # Where they are: the arrays lie as JAX wants them, and nobody else has them.
-    return TextModel.from_leaves(config, jax.device_put(arrays))
+    model = TextModel.from_leaves(config, jax.device_put(arrays))
+    model.implementation = implementation
+    return model
 
 
 @jax.jit
@@ -263,12 +295,16 @@ def run_layers(
     streams: Streams,
     mask: Mask,
     record: Record | None = None,
+    implementation: Implementation = None,
 ) -> Streams:
     """The streams after layers that are called as `DecoderLayer` is, each with its plan."""
     selection: Selection | None = None
     for plan, layer in layers:
         shared = selection if plan.indexer == "shared" else None
-        streams, chosen = layer(streams, mask, shared, scoped(record, f"layers.{plan.index}"))
+        streams, chosen = layer(
+            *(streams, mask, shared, scoped(record, f"layers.{plan.index}")),
+            implementation=implementation,
+        )
         selection = selection if chosen is None else chosen
     return streams
 

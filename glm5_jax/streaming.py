@@ -28,6 +28,7 @@ from glm5_jax.nn.params import Params, fill
 from glm5_jax.nn.types import (
     Activations,
     GivenMask,
+    Implementation,
     Logits,
     Mask,
     Record,
@@ -94,7 +95,12 @@ class LayerStream:
         return self._leaves.bytes_read
 
     def __call__(
-        self, tokens: Tokens, mask: GivenMask | None = None, *, record: Record | None = None
+        self,
+        tokens: Tokens,
+        mask: GivenMask | None = None,
+        *,
+        record: Record | None = None,
+        implementation: Implementation = None,
     ) -> Logits:
         """Logits of every position, with the arguments of `TextModel`: see there.
 
@@ -105,7 +111,7 @@ class LayerStream:
         streams = self.embed(tokens)
         note(record, "embedding", streams[:, :, 0])
         with closing(self.layers()) as layers:
-            streams = run_layers(layers, streams, mask, record)
+            streams = run_layers(layers, streams, mask, record, implementation)
         return self.read_out(streams, record)
 
     def embed(self, tokens: Tokens) -> Streams:
@@ -169,12 +175,15 @@ class StreamedLayer:
         mask: Mask,
         selection: Selection | None = None,
         record: Record | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Streams, Selection | None]:
         """What `DecoderLayer` returns; the routed experts are read on the way, and dropped."""
         if self.module is None:
             raise ValueError(f"layer {self.plan.index} was dropped when the next was asked for")
         run_experts = self._run_experts if self.plan.mlp == "moe" else None
-        streams, chosen = self.module(streams, mask, selection, record, run_experts)
+        streams, chosen = self.module(
+            *(streams, mask, selection, record, run_experts), implementation
+        )
         return jax.block_until_ready(streams), chosen
 
     def drop(self) -> None:

@@ -12,7 +12,7 @@ from glm5_jax.nn.norms import gated_rms_norm
 from glm5_jax.nn.padding import Stretch, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.quantized import Weight
-from glm5_jax.nn.types import Activations, Mask, Record, wide
+from glm5_jax.nn.types import Activations, Implementation, Mask, Record, wide
 from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
 
 
@@ -69,11 +69,17 @@ class KDA(nnx.Module):
         self.o_norm = params("o_norm")
         self.o_proj = params("o_proj")
 
-    def __call__(self, x: Activations, mask: Mask, record: Record | None = None) -> Activations:
+    def __call__(
+        self,
+        x: Activations,
+        mask: Mask,
+        record: Record | None = None,
+        implementation: Implementation = None,
+    ) -> Activations:
         """Mix `x` over time. Tokens where `mask` is False enter neither conv nor state.
 
         Sites `q k v` (after the convolution), `g` (log-decay), `beta`, `state` (after the last
-        token), `o` (of the recurrence).
+        token), `o` (of the recurrence, which `implementation` runs).
         """
         x = mask_padding(x, mask)
         columns = [linear(x, projection[...]) for projection in self._projections()]
@@ -82,14 +88,21 @@ class KDA(nnx.Module):
             for h, taps in zip(columns, split_conv(self.conv[...]), strict=True)
         )
         g, beta = self._gates(x)
-        o, state = chunk_kda(q, k, v, g, beta, output_final_state=record is not None)
+        traced = record is not None
+        o, state = chunk_kda(
+            *(q, k, v, g, beta), output_final_state=traced, implementation=implementation
+        )
         if record is not None and state is not None:
             for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
                 record(name, value)
         return self._output(x, o)
 
     def advance(
-        self, x: Activations, stretch: Stretch, state: KDAState
+        self,
+        x: Activations,
+        stretch: Stretch,
+        state: KDAState,
+        implementation: Implementation = None,
     ) -> tuple[Activations, KDAState]:
         """Mix the tokens of `stretch` into what `state` remembers, and the state after them."""
         T, K = x.shape[1], self.conv.shape[1]
@@ -104,25 +117,28 @@ class KDA(nnx.Module):
         g, beta = self._gates(x)
         if depth == 0:
             o, recurrent = chunk_kda(
-                q,
-                k,
-                v,
-                g,
-                beta,
+                *(q, k, v, g, beta),
                 initial_state=state.recurrent,
                 output_final_state=True,
                 lengths=stretch.count,
+                implementation=implementation,
             )
             replay = state.replay
         else:
-            o, recurrent, replay = self._replayed(q, Replay(k, v, g, beta), stretch, state)
+            new = Replay(k, v, g, beta)
+            o, recurrent, replay = self._replayed(q, new, stretch, state, implementation)
         assert recurrent is not None
         conv = jnp.concatenate([state.conv, jnp.concatenate(columns, axis=2)], axis=1)
         conv = shift_tokens(conv, T - stretch.count)[:, T:]
         return self._output(x, o), KDAState(recurrent, conv, replay)
 
     def _replayed(
-        self, q: Float[Array, "B T H D"], new: Replay, stretch: Stretch, state: KDAState
+        self,
+        q: Float[Array, "B T H D"],
+        new: Replay,
+        stretch: Stretch,
+        state: KDAState,
+        implementation: Implementation,
     ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H D D"], Replay]:
         """The recurrence where the last n tokens stay outside of the state.
 
@@ -139,10 +155,13 @@ class KDA(nnx.Module):
         rows = jax.tree.map(joined, state.replay, new)
         first = jax.tree.map(lambda h: h[:, :T], rows)
         last = jax.tree.map(lambda h: h[:, T:], rows)
-        o_first, recurrent = recurrent_kda(
-            q[:, :T], first.k, first.v, first.g, first.beta, state.recurrent
-        )
-        o_last, _ = recurrent_kda(q[:, T:], last.k, last.v, last.g, last.beta, recurrent)
+
+        def recur(q, rows, recurrent):
+            inputs = (q, rows.k, rows.v, rows.g, rows.beta, recurrent)
+            return recurrent_kda(*inputs, implementation=implementation)
+
+        o_first, recurrent = recur(q[:, :T], first, state.recurrent)
+        o_last, _ = recur(q[:, T:], last, recurrent)
         o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
         return shift_tokens(o, stretch.count - T), recurrent, last
 

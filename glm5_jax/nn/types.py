@@ -28,6 +28,13 @@ Record: TypeAlias = Callable[[str, jax.Array], None]
 """Called with the name and the value of every trace site; None where nothing is traced."""
 
 
+Implementation: TypeAlias = str | tuple[str, ...] | None
+"""Which implementation of an operation runs, by name; of several the first that can. None chooses.
+
+For KDA: see `pallas_kernels.kda.chunk_kda`.
+"""
+
+
 def wide(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of the float32 islands: float32, and float64 for a float64 model."""
     return jnp.promote_types(jnp.float32, dtype)

@@ -436,3 +436,31 @@ def test_release_maps_tokens_to_logits(release):
     tokens = jax.ShapeDtypeStruct((2, 9), jnp.int32)
     out = jax.eval_shape(lambda model, t: model(t), release, tokens)
     assert (out.shape, out.dtype) == ((2, 9, release.config.vocab_size), jnp.float32)
+
+
+# ---- which implementation runs the recurrence
+
+
+def test_implementation_of_a_call_wins_over_the_models_own(build, tokens):
+    model = build(**TWO_LAYERS).model
+    chosen = model(tokens, implementation="reference")
+    np.testing.assert_allclose(chosen, model(tokens), atol=1e-11)
+    try:
+        model.implementation = "nonesuch"
+        with pytest.raises(ValueError, match=r"implementation must be .* 'nonesuch'"):
+            model(tokens)
+        with pytest.raises(ValueError, match=r"implementation must be .* 'nonesuch'"):
+            model.decode(tokens[:, 0], model.init_cache(len(tokens), 4))
+        np.testing.assert_array_equal(model(tokens, implementation="reference"), chosen)
+    finally:
+        model.implementation = None
+
+
+def test_first_implementation_that_can_run_does(two_layers, tokens):
+    # The GPU kernel takes no float64, on any machine.
+    model, cache = two_layers.model, two_layers.model.init_cache(len(tokens), 4, rewind=1)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu"):
+        model.prefill(tokens[:, :2], cache, implementation="mosaic_gpu")
+    fallback, _ = model.prefill(tokens[:, :2], cache, implementation=("mosaic_gpu", "reference"))
+    expected, _ = model.prefill(tokens[:, :2], cache)
+    np.testing.assert_allclose(fallback, expected, atol=1e-11)
