@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,7 +12,9 @@ from flax import nnx
 import glm5_jax as glm
 from glm5_jax import generation
 from glm5_jax.checkpoint.tiny import make_tiny
+from glm5_jax.drafts import draft
 from glm5_jax.generation import generate
+from glm5_jax.token_batch import right_padded
 
 # A KDA layer and a DSA layer that selects two pools of four, so that both have a past to forget.
 # So few tokens that a draft is accepted now and then by chance.
@@ -125,6 +128,30 @@ def test_a_long_prompt_in_chunks_is_one_prompt(model, prompts, greedy, monkeypat
     monkeypatch.setattr(generation, "PREFILL_CHUNK", 16)
     assert generation._chunk_widths(max(LENGTHS)) == [16, 16]
     assert generate(model, prompts, draft_tokens=1, **GREEDY).rows == greedy.rows
+
+
+def test_the_head_drafts_from_the_whole_prompt(model, prompts, monkeypatch):
+    monkeypatch.setattr(generation, "PREFILL_CHUNK", 16)
+    running = generation.begin(model, prompts, 32, None, drafts=1)
+    np.testing.assert_array_equal(running.cache.mtp_lengths, np.subtract(LENGTHS, 1))
+
+    @jax.jit
+    def guesses(model, running):
+        return draft(model, running.cache, running.pairs, 1, lambda x, _: x.argmax(-1))[0][:, 0]
+
+    @jax.jit
+    def whole(model, hidden, following, mask):
+        output = model.mtp(hidden, model.embed_tokens[following], mask)
+        return jnp.einsum("btx,vx->btv", output, model.lm_head[...]).argmax(-1)
+
+    tokens = right_padded(prompts, 32)
+    mask = np.arange(32) < np.array(LENGTHS)[:, None]
+    hidden, _ = model.advance(tokens, model.init_cache(4, 32), mask)
+    rows, last = np.arange(4), np.array(LENGTHS) - 1
+    following = np.roll(tokens, -1, axis=1)
+    following[rows, last] = running.newest
+    right = whole(model, hidden, following, mask)[rows, last]
+    np.testing.assert_array_equal(guesses(model, running), right)
 
 
 @pytest.mark.parametrize("drafts", [1, 3])

@@ -15,8 +15,8 @@ if not oracle_available():
 
 MODELS_OF_A_CONFIG = 17
 NEW = 20
-# By seed, with changes: three layers each, all kinds between them, 51 models with the compilations of
-# three. As drawn, 27 is DSA alone, which finds ties wherever tokens repeat.
+# By seed, with changes: three layers each, all kinds between them, 51 models with the compilations
+# of three. As drawn, 27 is DSA alone, which finds ties wherever tokens repeat.
 CONFIGS = {
     1: {},
     9: {},
