@@ -86,6 +86,7 @@ def compile_kda(target: str, shapes: list[KDAShape]) -> dict[str, list[Kernel]]:
             | {
                 "JAX_PLATFORMS": "cpu",
                 "JAX_ENABLE_X64": "0",
+                "JAX_TRACEBACK_FILTERING": "off",  # so that an error's last line is its message
                 "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={root}",
                 "MOSAIC_GPU_CUDA_ROOT": str(root),
                 "MOSAIC_GPU_DUMP_TO": dump,

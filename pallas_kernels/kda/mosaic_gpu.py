@@ -58,8 +58,9 @@ def interpreted() -> Iterator[None]:
 
 def supports(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> str | None:
     """Why the kernels cannot take inputs of these shapes and dtypes here; None where they can."""
-    if jax.__version_info__ < (0, 11):
-        return f"needs JAX 0.11 or newer, this is {jax.__version__}"
+    # 0.10 cannot interpret the kernels, and 0.12.0.1 refuses to compile a store of theirs.
+    if jax.__version_info__[:2] != (0, 11):
+        return f"needs JAX 0.11, this is {jax.__version__}"
     narrow = {"q": q, "k": k, "v": v}
     if wrong := [f"{name} is {x.dtype}" for name, x in narrow.items() if x.dtype != jnp.bfloat16]:
         return "needs bfloat16 q, k and v; " + ", ".join(wrong)
