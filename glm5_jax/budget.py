@@ -13,7 +13,7 @@ from typing import Any
 from .config import ModelConfig
 from .errors import ConfigError
 from .skeleton import Skeleton
-from .specs import PARTS, Part, stored_tensors
+from .specs import PARTS, ROLES, Part, stored_tensors
 
 DISK_BYTES = {"BF16": 2, "F32": 4}
 ACTIVATION_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
@@ -67,11 +67,11 @@ class ParameterBudget:
         return sum((row.count for row in self.rows), ParameterCount())
 
     def by_role(self) -> dict[str, ParameterCount]:
-        """Counts per role over the parts."""
+        """Counts per role over the parts, in the order in which an audit lists them."""
         counts: defaultdict[str, ParameterCount] = defaultdict(ParameterCount)
         for row in self.rows:
             counts[row.role] += row.count
-        return dict(counts)
+        return {role: counts[role] for role in ROLES if role in counts}
 
     def by_part(self) -> dict[Part, ParameterCount]:
         """Counts of `text`, `mtp` and `vision`; a part that the config lacks counts zero."""

@@ -466,6 +466,10 @@ def main() -> None:
     """Entry point: bad input is one line on stderr and exit status 2."""
     try:
         app()
-    except (ConfigError, CheckpointError, OSError) as error:
+    except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         sys.exit(2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..specs import PARTS, ROLES, Naming, Part
 from .layouts import Quantization, WrongTensor, combine_schemes
-from .match import match, problem_lines
+from .match import Layers, match, problem_lines
 from .reader import Checkpoint, open_checkpoint
 
 SHOWN = 10  # names of one kind that the text report prints
@@ -117,13 +116,14 @@ class AuditReport:
 
 def audit(
     path: str | Path,
-    layers: str | Collection[int] | None = None,
+    layers: Layers = None,
     allow_bf16: bool = False,
 ) -> AuditReport:
     """Account for every tensor of a checkpoint directory, or of one .safetensors file.
 
-    With `layers` (indices, or text like `0-3,45`) only those layers must be there, and the tensors
-    outside the layers; the MTP layer's index is the number of text layers. Reads headers only.
+    With `layers` (an index, indices, or text like `0-3,45`) only those layers must be there, and
+    the tensors outside the layers; the MTP layer's index is the number of text layers. Reads
+    headers only.
     Raises CheckpointError for files that can't be read and ConfigError for their config.json;
     whatever is wrong with the tensors is in the report.
     """
@@ -134,7 +134,7 @@ def audit(
 def audit_checkpoint(
     checkpoint: Checkpoint,
     config: ModelConfig,
-    layers: str | Collection[int] | None = None,
+    layers: Layers = None,
     allow_bf16: bool = False,
 ) -> AuditReport:
     """`audit` of an open checkpoint under a config given apart."""

@@ -8,7 +8,7 @@ arrays (`BoundLeaf.arrays`), to be read as they are or decoded on the way. No JA
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from ..specs import Leaf
 from . import codecs
 from .header import DTYPES, StoredTensor
 from .layouts import ARRAY_KEYS, Scheme, released_prefix
-from .match import Entry, match, resolve_layers
+from .match import Entry, Layers, match, resolve_layers
 from .reader import Checkpoint
 
 SHOWN = 3  # faults that the one-line error quotes
@@ -142,7 +142,7 @@ def bind(
     checkpoint: Checkpoint,
     config: ModelConfig,
     mtp: bool = True,
-    layers: str | Collection[int] | None = None,
+    layers: Layers = None,
     allow_bf16: bool = False,
 ) -> dict[str, BoundLeaf]:
     """Path → `BoundLeaf` for the whole tree, in the order of `specs.leaves`.
@@ -331,7 +331,7 @@ def passthrough(
     checkpoint: Checkpoint,
     config: ModelConfig,
     mtp: bool = True,
-    layers: str | Collection[int] | None = None,
+    layers: Layers = None,
 ) -> dict[str, StoredTensor]:
     """Name → tensor of all that is known and never bound, to be carried verbatim.
 

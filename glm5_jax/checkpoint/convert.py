@@ -36,7 +36,7 @@ from .ledger import (
     package_versions,
     tree_keys,
 )
-from .match import MTP_REASON, resolve_layers
+from .match import MTP_REASON, Layers, resolve_layers
 from .orbax import is_orbax, stored_leaves
 from .reader import Checkpoint, open_checkpoint
 from .staging import CONFIG, Staging, is_placed
@@ -91,7 +91,7 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     dtype: str = "stored",
-    layers: str | Collection[int] | None = None,
+    layers: Layers = None,
     mtp: bool = True,
     force: bool = False,
     allow_bf16: bool = False,
@@ -100,7 +100,7 @@ def convert(
     """Convert a safetensors checkpoint into an Orbax directory that plain Orbax restores.
 
     dtype: ``stored`` keeps every leaf as it is; else see `dtypes.leaf_dtype` for what stays
-    float32 whatever is asked. layers: convert those layers (indices, or text like ``0-3,45``) and
+    float32 whatever is asked. layers: convert those layers (an index, indices, or ``0-3,45``) and
     what lies outside the layers. mtp: also the MTP layer, if there is one. force: replace `dst` if
     it is an Orbax directory; the old one stays until the new one is complete. allow_bf16: accept
     rounded values where float32 is required. progress is called with (bytes, bytes in all, label).

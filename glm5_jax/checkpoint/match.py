@@ -99,13 +99,20 @@ def parse_layers(text: str) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def resolve_layers(
-    layers: str | Collection[int] | None, config: ModelConfig
-) -> frozenset[int] | None:
-    """The layers asked for as a set within the config's; None stands for all of them."""
+Layers = str | int | Collection[int] | None
+
+
+def resolve_layers(layers: Layers, config: ModelConfig) -> frozenset[int] | None:
+    """The layers asked for as a set within the config's; None stands for all of them.
+
+    One index, some, or text like `0-3,45`.
+    """
     if layers is None:
         return None
-    chosen = parse_layers(layers) if isinstance(layers, str) else frozenset(layers)
+    if isinstance(layers, str):
+        chosen = parse_layers(layers)
+    else:
+        chosen = frozenset([layers] if isinstance(layers, int) else layers)
     last = config.num_hidden_layers
     if outside := sorted(index for index in chosen if not 0 <= index <= last):
         raise CheckpointError(
@@ -118,7 +125,7 @@ def match(
     checkpoint: Checkpoint,
     config: ModelConfig,
     *,
-    layers: str | Collection[int] | None = None,
+    layers: Layers = None,
     mtp: bool = True,
     allow_bf16: bool = False,
 ) -> Match:

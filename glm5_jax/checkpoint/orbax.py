@@ -12,9 +12,10 @@ import numpy as np
 from ..errors import CheckpointError
 from .database import TREE, one_line, open_array
 from .ledger import tree_path
+from .reader import ORBAX_MARKER
 from .staging import JOURNAL, unfinished_directory
 
-_MARKERS = ("_CHECKPOINT_METADATA", "orbax.checkpoint")
+_MARKERS = (ORBAX_MARKER, "orbax.checkpoint")
 
 
 class StoredLeaf(NamedTuple):
@@ -46,7 +47,13 @@ def is_orbax(path: Path) -> bool:
 def require_orbax(path: Path) -> Path:
     """The absolute path of an Orbax directory; CheckpointError if it is none."""
     if not is_orbax(path):
-        raise CheckpointError(f"{path}: not an Orbax directory (no {_MARKERS[0]} in it)")
+        if path.is_dir() and any(path.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{path}: a safetensors directory, expected one of Orbax; `glm5-jax audit` checks "
+                f"safetensors, `glm5-jax convert` makes an Orbax directory of them"
+            )
+        why = f"no {ORBAX_MARKER} in it" if path.is_dir() else "it is a file"
+        raise CheckpointError(f"{path}: not an Orbax directory ({why})")
     return path.resolve()
 
 

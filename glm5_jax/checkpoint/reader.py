@@ -23,6 +23,7 @@ __all__ = ["DTYPES", "Checkpoint", "StoredTensor", "open_checkpoint"]
 
 INDEX = "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"
+ORBAX_MARKER = "_CHECKPOINT_METADATA"
 UNCACHED = 2**20  # what is read once and is smaller than this may stay in the system's cache
 
 
@@ -111,11 +112,21 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if path.is_file() and path.suffix == ".safetensors":
         return _without_index(path.parent, [path.name])
+    if path.is_file():
+        raise CheckpointError(f"{path}: a file; expected a directory, or a .safetensors file")
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint directory")
-    present = sorted(entry.name for entry in path.glob("*.safetensors"))
+    try:
+        present = sorted(entry for entry in os.listdir(path) if entry.endswith(".safetensors"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from None
     if (path / INDEX).exists():
         return _with_index(path, present)
+    if not present and (path / ORBAX_MARKER).exists():
+        raise CheckpointError(
+            f"{path}: an Orbax directory, expected one of safetensors; `glm5-jax verify` checks an "
+            f"Orbax directory, `glm5-jax export` makes safetensors of it"
+        )
     if not present:
         raise CheckpointError(f"{path}: no .safetensors file and no {INDEX} in it")
     return _without_index(path, present)

@@ -22,6 +22,7 @@ from . import codecs
 from .bind import BoundLeaf, bind, read_into, read_leaf
 from .dtypes import check_dtype, decoded_dtype, leaf_dtype
 from .layouts import check_arrays
+from .ledger import read_ledger
 from .orbax import StoredLeaf, fill_array, is_orbax, stored_leaves
 from .reader import INDEX, open_checkpoint
 
@@ -248,7 +249,7 @@ def _check_tree(
     if missing:
         raise CheckpointError(
             f"{directory}: {len(missing)} of {len(expected)} leaves are not there, the first is "
-            f"{missing[0]}; was only a part converted (--layers)?"
+            f"{missing[0]}{_why_missing(directory)}"
         )
     for path, leaf in expected.items():
         if path not in stored:
@@ -261,6 +262,16 @@ def _check_tree(
                 f"the checkpoint has {list(stored[path].shape)}"
             )
     return keys
+
+
+def _why_missing(directory: Path) -> str:
+    try:
+        layers = read_ledger(directory)[0].layers
+    except CheckpointError:
+        return "; it was not written by `glm5-jax convert`, or has lost its ledger"
+    if layers is None:
+        return "; `glm5-jax verify` tells what is damaged"
+    return f"; only layers {', '.join(map(str, layers))} were converted (--layers)"
 
 
 def _array_paths(path: str, stored: dict[str, StoredLeaf]) -> dict[str, str]:

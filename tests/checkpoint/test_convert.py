@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 from glm5_jax import CheckpointError, load_config
+from glm5_jax.checkpoint.audit import audit
 from glm5_jax.checkpoint.convert import convert
+from glm5_jax.checkpoint.export import export
 from glm5_jax.checkpoint.ledger import read_ledger
 from glm5_jax.checkpoint.match import MTP_REASON
 from glm5_jax.checkpoint.orbax import stored_leaves
@@ -218,7 +221,7 @@ def test_a_part_holds_its_layers_and_what_lies_outside_the_layers(tmp_path, tiny
     assert tops == {"layers.3", "layers.4"}
     assert {"embed_tokens", "norm", "lm_head"} <= found
     assert verify(tmp_path / "out").ok
-    with pytest.raises(CheckpointError, match=r"layers\.0\.attn_norm; was only a part converted"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attn_norm; only layers 3, 4 were conv"):
         load_leaves(tmp_path / "out")
 
 
@@ -249,7 +252,42 @@ def test_scales_of_activations_are_packed_by_kind_and_the_ledger_tells_them_apar
     assert verify(tmp_path / "out").ok
 
 
+def test_one_layer_may_be_a_number(tmp_path, tiny):
+    assert audit(tiny(), layers=3).complete
+    convert(tiny(), tmp_path / "out", layers=3)
+    header, lines = read_ledger(tmp_path / "out")
+    assert header.layers == (3,)
+    assert {path.split(".")[1] for path in lines if path.startswith("layers.")} == {"3"}
+    with pytest.raises(CheckpointError, match="layers: 6 is not a layer"):
+        audit(tiny(), layers=6)
+
+
 # Sources and destinations that are refused.
+
+
+def test_a_directory_of_the_other_kind_is_refused_with_the_command_for_it(
+    tmp_path, tiny, converted
+):
+    for refused in (audit, lambda path: convert(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"an Orbax directory.*`glm5-jax export`"):
+            refused(converted())
+    for refused in (verify, lambda path: export(path, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"a safetensors directory.*`glm5-jax convert`"):
+            refused(tiny())
+        with pytest.raises(CheckpointError, match="it is a file"):
+            refused(tiny() / "config.json")
+    with pytest.raises(CheckpointError, match="a file; expected a directory"):
+        audit(tiny() / "config.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_source_that_may_not_be_read_is_refused_in_one_line(tmp_path, tiny, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(CheckpointError, match=f"^{tiny()}: cannot be read: Permission denied$"):
+        convert(tiny(), tmp_path / "out")
 
 
 @pytest.fixture
