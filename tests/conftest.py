@@ -32,10 +32,6 @@ def call() -> Callable[..., Any]:
     return lambda module, *args: jax.tree.map(np.asarray, jitted(module, *args))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: shows what only a GPU can; deselected without one")
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what needs a GPU where there is none; the last line then counts it."""
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
