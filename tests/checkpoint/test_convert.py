@@ -16,7 +16,7 @@ from glm5_jax import CheckpointError, load_config
 from glm5_jax.checkpoint.audit import audit
 from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.export import export
-from glm5_jax.checkpoint.ledger import read_ledger
+from glm5_jax.checkpoint.ledger import LEDGER, read_ledger
 from glm5_jax.checkpoint.match import MTP_REASON
 from glm5_jax.checkpoint.orbax import stored_leaves
 from glm5_jax.checkpoint.restore import load_leaves
@@ -60,10 +60,13 @@ def leaf_hashes(directory):
 @pytest.fixture(scope="module")
 def plain(converted, tmp_path_factory):
     """What a process that has Orbax and not us restores: keys → type, dtype, shape, SHA-256."""
+    return restore_plainly(converted(), tmp_path_factory.mktemp("away"))
+
+
+def restore_plainly(directory, away):
     # -I and another directory keep the checkout out; the import hook keeps an installed one out.
     hook = "import sys; sys.modules['glm5_jax'] = None\n"
-    command = [sys.executable, "-I", "-c", hook + PLAIN_ORBAX, str(converted())]
-    away = tmp_path_factory.mktemp("away")
+    command = [sys.executable, "-I", "-c", hook + PLAIN_ORBAX, str(directory)]
     done = subprocess.run(command, cwd=away, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -405,3 +408,102 @@ def test_forty_five_layers_keep_their_numbers(tmp_path, config_file, write, smal
         assert order == list(range(45))
         assert "layers.44.attn.A_log" in leaves
         assert "layers.43.attn.kv_b_proj" in leaves
+
+
+# Directories that were moved, damaged, or written by others.
+
+EIGHT_DEVICES = """
+import hashlib, sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+from glm5_jax import convert
+source, out = sys.argv[1:]
+assert jax.device_count() == 8
+convert(source, out)
+mesh = jax.make_mesh((8,), ("x",))
+whole = ocp.load(out)["embed_tokens"]
+target = jax.ShapeDtypeStruct(
+    whole.shape, whole.dtype, sharding=NamedSharding(mesh, PartitionSpec("x"))
+)
+context = ocp.Context()
+context.pytree.loading.partial_load = True
+with context:
+    spread = ocp.load(out, {"embed_tokens": target})["embed_tokens"]
+assert len(spread.addressable_shards) == 8
+assert np.array_equal(np.asarray(spread), whole)
+"""
+
+
+def test_written_beside_eight_devices_it_restores_on_eight_and_on_one(tmp_path, tiny, plain):
+    environment = os.environ | {
+        "PYTHONPATH": str(GOLDEN.parents[2]),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+    }
+    command = [sys.executable, "-c", EIGHT_DEVICES, str(tiny()), str(tmp_path / "out")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    restored = restore_plainly(tmp_path / "out", tmp_path)  # one device, no target
+    assert restored == plain
+
+
+def test_a_copy_restores_when_the_original_is_gone(tmp_path, converted, plain):
+    for name in ("original", "copy"):
+        shutil.copytree(
+            converted() if name == "original" else tmp_path / "original", tmp_path / name
+        )
+    shutil.rmtree(tmp_path / "original")
+    assert verify(tmp_path / "copy").ok
+    assert restore_plainly(tmp_path / "copy", tmp_path) == plain
+
+
+def test_without_its_marker_it_restores_and_without_its_tree_or_index_it_is_refused(
+    tmp_path, converted
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(converted(), copy)
+    (copy / "_CHECKPOINT_METADATA").unlink()
+    _, expected = load_leaves(converted())
+    _, found = load_leaves(copy)
+    assert all(found[path].tobytes() == expected[path].tobytes() for path in expected)
+    for name in ("state/_METADATA", "state/manifest.ocdbt"):
+        whole = (copy / name).read_bytes()
+        (copy / name).unlink()
+        with pytest.raises(CheckpointError) as caught:
+            load_leaves(copy)
+        assert "\n" not in str(caught.value)
+        (copy / name).write_bytes(whole)
+
+
+def test_layers_that_another_program_stacked_are_refused(tmp_path, converted):
+    """Ours are apart, by number; a tree that is scanned over has one array for all of them."""
+    from orbax.checkpoint import v1 as ocp
+
+    _, leaves = load_leaves(converted())
+    stacked = np.stack([leaves[f"layers.{index}.attn.q_proj"] for index in (0, 1, 2, 4)])
+    ocp.save(tmp_path / "scanned", {"layers": {"attn": {"q_proj": stacked}}})
+    shutil.copyfile(converted() / "config.json", tmp_path / "scanned" / "config.json")
+    with pytest.raises(CheckpointError, match="the first is embed_tokens; it was not written by"):
+        load_leaves(tmp_path / "scanned")
+    with pytest.raises(CheckpointError, match=r"ledger\.jsonl: cannot be read"):
+        export(tmp_path / "scanned", tmp_path / "out")
+    assert not verify(tmp_path / "scanned").ok
+
+
+def test_a_ledger_of_another_format_is_refused(tmp_path, converted):
+    copy = tmp_path / "copy"
+    shutil.copytree(converted(), copy)
+    text = (copy / LEDGER).read_text()
+    (copy / LEDGER).write_text(text.replace('"format":1', '"format":7', 1))
+    with pytest.raises(CheckpointError, match="format 7, this version reads format 1"):
+        export(copy, tmp_path / "out")
+
+
+@pytest.mark.parametrize("dtype", ["stored", "float32", "float64"])
+def test_nothing_is_narrowed_that_was_not_asked_for_by_name(tmp_path, tiny, converted, dtype):
+    directory = converted(tiny(dtype="float32"))
+    stored = {path: leaf.dtype for path, leaf in stored_leaves(directory).items()}
+    _, found = load_leaves(directory, dtype=dtype, mtp=True)
+    assert all(leaf.dtype.itemsize >= stored[path].itemsize for path, leaf in found.items())
+    with pytest.raises(CheckpointError, match=r"dtype: expected one of .* got 'float16'"):
+        load_leaves(directory, dtype="float16")
