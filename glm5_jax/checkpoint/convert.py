@@ -247,6 +247,7 @@ def _write(
                 advance(group, sum(item.nbytes for item in members))
                 continue
             database = Database(staging.begin(number))
+            databases.append(database)
             writers = [_Writer(staging, checkpoint, hashers, database, item) for item in members]
             for writer in writers:
                 yield from writer.jobs(functools.partial(advance, group))
@@ -258,10 +259,13 @@ def _write(
             )
 
     hashers = Hashers()
+    databases: list[Database] = []
     try:
         convey(jobs())
     finally:
         hashers.close()
+        for database in databases:
+            database.settle()
 
 
 def _finish(staging: Staging, number: int, group: str, writers: list[_Writer]) -> None:

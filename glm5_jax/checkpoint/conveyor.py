@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,9 +120,10 @@ def convey(jobs: Iterable[Job], limit: int = IN_FLIGHT) -> None:
 
     def let_go() -> None:
         nonlocal held
-        job, promises = leaving.popleft()
+        job, promises = leaving[0]
         for promise in promises:
             promise.result()
+        leaving.popleft()
         held -= job.nbytes
         job.done()
 
@@ -144,3 +146,8 @@ def convey(jobs: Iterable[Job], limit: int = IN_FLIGHT) -> None:
             let_go()
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+        # When something failed: nothing goes on behind the caller's back, who may try again.
+        for _, promises in leaving:
+            for promise in promises:
+                with suppress(Exception):
+                    promise.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ class Database:
         self.directory = directory
         # Shared by all arrays, or each would commit its chunks alone, and find out of the others'.
         self._context = tensorstore.Context()
+        self._opening: list[Any] = []
 
     def create(
         self, path: str, shape: tuple[int, ...], dtype: np.dtype, chunk: tuple[int, ...]
@@ -52,7 +54,14 @@ class Database:
             "recheck_cached_data": False,
             "recheck_cached_metadata": False,
         }
-        return tensorstore.open(spec, create=True, context=self._context)
+        self._opening.append(tensorstore.open(spec, create=True, context=self._context))
+        return self._opening[-1]
+
+    def settle(self) -> None:
+        """Wait until nothing is being created any more, whatever has become of it."""
+        for future in self._opening:
+            with suppress(OSError, ValueError):
+                future.result()
 
 
 def open_array(directory: Path, path: str) -> Any:

@@ -263,14 +263,17 @@ def test_two_conversions_do_not_write_one_destination(tmp_path, tiny, monkeypatc
     assert verify(out).ok
 
 
-@pytest.mark.parametrize("limit", [1_000, 40_000, 100_000, 130_000])
-def test_a_full_disk_is_one_line_and_a_rerun_continues(tmp_path, tiny, converted, limit):
-    """No file may grow beyond `limit` bytes: the journal, a data file or the ledger is too long."""
+@pytest.mark.parametrize("file", ["config.json", "journal", "data", LEDGER])
+def test_a_full_disk_is_one_line_and_a_rerun_continues(tmp_path, tiny, converted, file):
+    """No file may grow beyond a limit, which is too low for that one."""
+    source, ledger = tiny(), (converted() / LEDGER).stat().st_size
+    config = (source / "config.json").stat().st_size
+    limit = {"config.json": config - 1, "journal": config, "data": 40_000, LEDGER: ledger - 1}[file]
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(CheckpointError, match=r"cannot be written: .*continue$") as caught:
-            convert(tiny(), tmp_path / "out")
+            convert(source, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(caught.value)

@@ -211,7 +211,7 @@ def test_a_damaged_ledger_is_a_problem_that_names_the_line(copy):
 def test_what_is_no_orbax_directory_is_refused(tmp_path, tiny):
     with pytest.raises(CheckpointError, match="no such directory"):
         verify(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="not an Orbax directory"):
+    with pytest.raises(CheckpointError, match="expected one of Orbax"):
         verify(tiny())
 
 
