@@ -126,6 +126,7 @@ class Cache:
         Raises:
             ValueError: outside `jax.jit`, a row cannot go to its length; or not one length per row.
         """
+        lengths = lengths if isinstance(lengths, jax.Array) else np.asarray(lengths)
         target = jnp.broadcast_to(jnp.asarray(lengths, jnp.int32), self._one_per_row(lengths))
         nearest = self.lengths - self.kept
         possible = (nearest <= target) & (target <= self.lengths)
@@ -152,11 +153,12 @@ class Cache:
             else jnp.minimum(self.mtp_lengths, jnp.maximum(target - 1, 0)),
         )
 
-    def _one_per_row(self, lengths: ArrayLike) -> tuple[int]:
-        shape, dtype = jnp.shape(lengths), jnp.result_type(lengths)
-        if shape not in ((), (self.batch,)) or not jnp.issubdtype(dtype, jnp.integer):
+    def _one_per_row(self, lengths: jax.Array | np.ndarray) -> tuple[int]:
+        shape = lengths.shape
+        if shape not in ((), (self.batch,)) or not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise ValueError(
-                f"rewind: expected one length for each of {self.batch} rows, got {dtype} {shape}"
+                f"rewind: expected one length for each of {self.batch} rows, "
+                f"got {lengths.dtype} {shape}"
             )
         return (self.batch,)
 

@@ -212,7 +212,7 @@ def test_under_jit_a_row_that_is_full_is_nan_and_nothing_of_it_wraps(model, toke
 )
 def test_rewind_that_is_not_possible_is_refused(ragged, target, said):
     with pytest.raises(ValueError, match=said):
-        ragged[2].rewind(np.array(target))
+        ragged[2].rewind(target)
 
 
 def test_rewind_goes_no_further_than_all_rewinds_together_may(ragged, counts):
