@@ -24,8 +24,11 @@ from glm5_jax.nn.types import Activations, GivenMask, Tokens
 from glm5_jax.sampling import Sampling, choose, make_sampling
 from glm5_jax.token_batch import right_padded
 
-PREFILL_CHUNK = 1024
-"""Columns of a prompt that one call brings into the cache, which bounds what that call needs."""
+PREFILL_WIDTHS = (1024, 256, 64, 16)
+"""Columns of a prompt that one call brings into the cache.
+
+The first bounds what a call needs; each costs seconds of compilation, so there are few.
+"""
 
 OnToken = Callable[[int, int], object]
 
@@ -117,9 +120,9 @@ def generate(
     `on_token(row, token)` is called for each new token as soon as it is there, the ending one
     included, row after row.
 
-    Shapes are rounded up, so that few of them are compiled: the capacity of the cache to four
-    sizes an octave, for the step; prompts to `PREFILL_CHUNK` columns at a time and a power of two
-    for the rest of them, for their layers.
+    Shapes are rounded up, so that few of them are compiled: the capacity of the cache to one of
+    four sizes an octave, for the step, and prompts to calls of `PREFILL_WIDTHS` columns, for their
+    layers.
 
     Raises:
         ValueError: a prompt is empty or not of token ids, a setting is out of its range, or drafts
@@ -386,6 +389,14 @@ def _roomy(tokens: int) -> int:
 
 
 def _chunk_widths(columns: int) -> list[int]:
-    """The calls that bring so many columns into the cache, by their widths."""
-    whole, rest = divmod(columns, PREFILL_CHUNK)
-    return [PREFILL_CHUNK] * whole + ([max(16, 1 << (rest - 1).bit_length())] if rest else [])
+    """The widths of the calls that bring so many columns into the cache.
+
+    Each call is more than half full, but for one of the narrowest.
+    """
+    chunks = []
+    for width in PREFILL_WIDTHS:
+        least = 0 if width == PREFILL_WIDTHS[-1] else width // 2
+        while columns > least:
+            chunks.append(width)
+            columns -= width
+    return chunks

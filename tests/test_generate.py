@@ -125,13 +125,13 @@ def test_padding_on_either_side_is_no_matter(model, prompts, greedy):
 
 
 def test_a_long_prompt_in_chunks_is_one_prompt(model, prompts, greedy, monkeypatch):
-    monkeypatch.setattr(generation, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(generation, "PREFILL_WIDTHS", (16,))
     assert generation._chunk_widths(max(LENGTHS)) == [16, 16]
     assert generate(model, prompts, draft_tokens=1, **GREEDY).rows == greedy.rows
 
 
 def test_the_head_drafts_from_the_whole_prompt(model, prompts, monkeypatch):
-    monkeypatch.setattr(generation, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(generation, "PREFILL_WIDTHS", (16,))
     running = generation.begin(model, prompts, 32, None, drafts=1)
     np.testing.assert_array_equal(running.cache.mtp_lengths, np.subtract(LENGTHS, 1))
 
@@ -261,9 +261,10 @@ def test_sizes_are_rounded_up_to_few():
     sizes = [generation._roomy(n) for n in range(1, 5000)]
     assert sizes == sorted(sizes) and len(set(sizes)) < 32
     assert all(n <= size <= max(n + 15, 1.25 * n) for n, size in enumerate(sizes, 1))
-    for columns in (1, 16, 17, 1024, 1025, 3000):
+    for columns in range(1, 5000):
         widths = generation._chunk_widths(columns)
-        assert columns <= sum(widths) < max(17, columns + 1024) and max(widths) <= 1024
+        assert set(widths) <= {1024, 256, 64, 16} and columns <= sum(widths) < 2 * columns + 16
+    assert generation._chunk_widths(2 * 1024 + 300) == [1024, 1024, 256, 64]
 
 
 def test_the_statistics_read_as_a_line():
