@@ -27,7 +27,8 @@ from .conveyor import PIECE_BYTES, WORKERS, Digest, Hashers, Job, Promise, conve
 from .database import one_line, open_array, pieces_of
 from .dtypes import check_dtype
 from .export_plan import CODES, Decoded, ExportPlan, Run, plan_export
-from .ledger import LedgerHeader, LedgerLine, read_ledger
+from .ledger import LEDGER, LedgerHeader, LedgerLine, read_ledger
+from .manifest import check_manifest
 from .orbax import require_orbax
 from .staging import CONFIG
 from .writer import SHARD_BYTES, TensorFiles, whole_directory
@@ -95,6 +96,8 @@ def export(
     if dst.resolve().is_relative_to(directory):
         raise CheckpointError(f"{dst}: lies inside the source {src}; choose another destination")
     config = load_config(directory)
+    for problem in check_manifest(directory, only=[LEDGER]):
+        raise CheckpointError(f"{directory}: {problem}; `glm5-jax verify` tells all of it")
     header, ledger = read_ledger(directory)
     called = naming or header.naming
     arrays = _open(directory, header, ledger)

@@ -1,7 +1,7 @@
 """`files.jsonl`: every file of a converted directory with its size, and the hash of the small ones.
 
 The arrays' bytes are hashed leaf by leaf in the ledger. This list covers what no leaf does: Orbax's
-own metadata, config.json and the ledger.
+own metadata, config.json and the ledger, which are always hashed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 MANIFEST = "files.jsonl"
@@ -21,7 +21,7 @@ def write_manifest(directory: Path) -> None:
     lines = []
     for name in _files(directory):
         size = os.path.getsize(directory / name)
-        digest = _digest(directory / name) if size <= HASHED_UP_TO else None
+        digest = _digest(directory / name) if "/" not in name or size <= HASHED_UP_TO else None
         lines.append(json.dumps({"file": name, "size": size, "sha256": digest}) + "\n")
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
         file.writelines(lines)
@@ -29,15 +29,20 @@ def write_manifest(directory: Path) -> None:
         os.fsync(file.fileno())
 
 
-def check_manifest(directory: Path, quick: bool) -> Iterator[str]:
+def check_manifest(
+    directory: Path, quick: bool = False, only: Collection[str] | None = None
+) -> Iterator[str]:
     """One line for each file that is missing, unlisted, of another size, or altered.
 
-    With `quick` nothing is hashed. Files beside Orbax's own are the user's to add.
+    With `quick` nothing is hashed, with `only` these files alone are looked at. Files beside
+    Orbax's own are the user's to add.
     """
     listed = {}
     try:
         for text in (directory / MANIFEST).read_bytes().splitlines():
             entry = json.loads(text)
+            if entry["file"] in listed:
+                raise ValueError
             listed[entry["file"]] = (entry["size"], entry["sha256"])
     except OSError as error:
         yield f"{MANIFEST}: cannot be read: {error.strerror or error}"
@@ -46,6 +51,10 @@ def check_manifest(directory: Path, quick: bool) -> Iterator[str]:
         yield f"{MANIFEST}: line {len(listed) + 1} is damaged"
         return
     present = set(_files(directory))
+    if only is not None:
+        present &= set(only)
+        yield from (f"{name}: not in {MANIFEST}" for name in only if name not in listed)
+        listed = {name: listed[name] for name in only if name in listed}
     for name, (size, digest) in listed.items():
         if name not in present:
             yield f"{name}: the file is missing"

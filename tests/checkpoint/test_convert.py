@@ -17,6 +17,7 @@ from glm5_jax.checkpoint.audit import audit
 from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.export import export
 from glm5_jax.checkpoint.ledger import LEDGER, read_ledger
+from glm5_jax.checkpoint.manifest import write_manifest
 from glm5_jax.checkpoint.match import MTP_REASON
 from glm5_jax.checkpoint.orbax import stored_leaves
 from glm5_jax.checkpoint.restore import load_leaves
@@ -485,7 +486,7 @@ def test_layers_that_another_program_stacked_are_refused(tmp_path, converted):
     shutil.copyfile(converted() / "config.json", tmp_path / "scanned" / "config.json")
     with pytest.raises(CheckpointError, match="the first is embed_tokens; it was not written by"):
         load_leaves(tmp_path / "scanned")
-    with pytest.raises(CheckpointError, match=r"ledger\.jsonl: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"files\.jsonl: cannot be read"):
         export(tmp_path / "scanned", tmp_path / "out")
     assert not verify(tmp_path / "scanned").ok
 
@@ -495,6 +496,7 @@ def test_a_ledger_of_another_format_is_refused(tmp_path, converted):
     shutil.copytree(converted(), copy)
     text = (copy / LEDGER).read_text()
     (copy / LEDGER).write_text(text.replace('"format":1', '"format":7', 1))
+    write_manifest(copy)
     with pytest.raises(CheckpointError, match="format 7, this version reads format 1"):
         export(copy, tmp_path / "out")
 

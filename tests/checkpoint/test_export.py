@@ -20,6 +20,7 @@ from glm5_jax.checkpoint.audit import audit
 from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.export import export
 from glm5_jax.checkpoint.ledger import LEDGER
+from glm5_jax.checkpoint.manifest import write_manifest
 from glm5_jax.checkpoint.match import ACTIVATION_REASON
 from glm5_jax.checkpoint.reader import open_checkpoint
 from glm5_jax.checkpoint.restore import load_leaves
@@ -270,9 +271,15 @@ def test_damage_is_named_and_nothing_is_written(tmp_path, converted):
     }
     for named, changed in changes.items():
         (copy / LEDGER).write_text("".join(changed))
+        write_manifest(copy)
         with pytest.raises(CheckpointError, match=named):
             export(copy, tmp_path / "out")
         assert list(tmp_path.iterdir()) == [copy]
+    (copy / LEDGER).write_text("".join(lines))
+    write_manifest(copy)
+    (copy / LEDGER).write_text("".join(lines).replace("k_proj", "q_proj", 1))
+    with pytest.raises(CheckpointError, match=r"ledger\.jsonl: its bytes are not those"):
+        export(copy, tmp_path / "out")
     (copy / LEDGER).write_text("".join(lines))
     file = max(copy.glob("state/ocdbt.process_*/d/*"), key=lambda path: path.stat().st_size)
     raw = bytearray(file.read_bytes())
