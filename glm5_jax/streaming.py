@@ -133,8 +133,10 @@ class LayerStream:
             for plan, following in itertools.zip_longest(plans, plans[1:]):
                 layer = StreamedLayer(plan, self._leaves, coming, self._expert_group, thread)
                 coming = [] if following is None else self._begin(thread, following)
-                yield plan, layer
-                layer.drop()
+                try:
+                    yield plan, layer
+                finally:
+                    layer.drop()
                 if self._progress is not None:
                     self._progress(plan.index + 1, len(plans), f"layer {plan.index}")
 
@@ -179,7 +181,10 @@ class StreamedLayer:
     ) -> tuple[Streams, Selection | None]:
         """What `DecoderLayer` returns; the routed experts are read on the way, and dropped."""
         if self.module is None:
-            raise ValueError(f"layer {self.plan.index} was dropped when the next was asked for")
+            raise ValueError(
+                f"layer {self.plan.index} is not in memory any more; use it before the next is "
+                f"asked for, or the iteration ends"
+            )
         run_experts = self._run_experts if self.plan.mlp == "moe" else None
         streams, chosen = self.module(
             *(streams, mask, selection, record, run_experts), implementation

@@ -411,14 +411,17 @@ def test_an_error_of_the_users_own_ends_the_reading(directory, tokens):
     assert not reading_threads()
 
 
-def test_a_layer_is_gone_when_the_next_is_asked_for(directory, tokens):
+def test_a_layer_is_gone_when_the_next_is_asked_for_or_none_is(directory, tokens):
     stream = stream_layers(directory("released"))
+    streams, mask = stream.embed(tokens), np.ones(tokens.shape, bool)
     layers = stream.layers()
     _, first = next(layers)
-    next(layers)
-    with pytest.raises(ValueError, match="layer 0 was dropped"):
-        first(stream.embed(tokens), np.ones(tokens.shape, bool))
+    _, second = next(layers)
+    with pytest.raises(ValueError, match="layer 0 is not in memory any more"):
+        first(streams, mask)
     layers.close()
+    with pytest.raises(ValueError, match="layer 1 is not in memory any more"):
+        second(streams, mask)
 
 
 def test_a_group_without_experts_is_refused(directory):

@@ -121,7 +121,7 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, params: Params):
-        self.experts = config.n_routed_experts
+        self.num_experts = config.n_routed_experts
         self.limit = config.swiglu_limit
         self.gate_proj = params("gate_proj")
         self.up_proj = params("up_proj")
@@ -144,7 +144,7 @@ class Experts(nnx.Module):
 
         tokens = x.reshape(-1, x.shape[-1])
         pairs = chosen.reshape(tokens.shape[0], -1)
-        outputs = apply_experts(expert, tokens, pairs, self.experts, self.gate_proj.shape[0])
+        outputs = apply_experts(expert, tokens, pairs, self.num_experts, self.gate_proj.shape[0])
         return outputs.reshape(*chosen.shape, -1)
 
 
