@@ -6,7 +6,7 @@ MTP head guesses some tokens first, and the trunk's call checks them.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import TypeAlias
@@ -117,8 +117,8 @@ def generate(
     changes no token (other products are rounded otherwise, so where two logits are as close as
     that, it may), and costs what `Cache.rewind` says.
 
-    `on_token(row, token)` is called for each new token as soon as it is there, the ending one
-    included, row after row.
+    `on_token(row, token)` is called for each new token as soon as it is there, also for one that
+    ends its row. A call of the trunk brings tokens for all rows: they come row by row.
 
     Shapes are rounded up, so that few of them are compiled: the capacity of the cache to one of
     four sizes an octave, for the step, and prompts to calls of `PREFILL_WIDTHS` columns, for their
@@ -238,23 +238,24 @@ def make_step(model: TextModel, sampling: Sampling | None, drafts: int = 0) -> S
     """The step of this model: decode and choice, or drafts, check and choices, in one `jax.jit`."""
     # Flattened once: the many modules would cost more in each call than a small model's arithmetic.
     leaves, structure = jax.tree.flatten(model)
+    arrays = tuple(leaves)
 
     def step(running: Running, active: Active):
-        return _step(tuple(leaves), running, active, sampling, structure, drafts)
+        return _step(arrays, running, active, sampling, structure, drafts)
 
     return step
 
 
 @functools.partial(jax.jit, static_argnames=("structure", "drafts"), donate_argnames="running")
 def _step(
-    leaves: tuple[jax.Array, ...],
+    arrays: tuple[jax.Array, ...],
     running: Running,
     active: Bool[Array, " B"],
     sampling: Sampling | None,
     structure: jax.tree_util.PyTreeDef,
     drafts: int,
 ) -> tuple[Running, Int[Array, "B W"], Int[Array, " B"]]:
-    model = jax.tree.unflatten(structure, leaves)
+    model = jax.tree.unflatten(structure, arrays)
     if running.pairs is None:
         # Rows that have ended go on, which costs nothing and changes nothing for the others.
         logits, cache = model.decode(running.newest, running.cache)
@@ -375,7 +376,7 @@ def _prompt_rows(
 def _end_tokens(eos: int | Sequence[int] | None, of_config: tuple[int, ...]) -> tuple[int, ...]:
     if eos is None:
         return of_config
-    ends = tuple(eos) if isinstance(eos, Sequence) else (eos,)
+    ends = tuple(eos) if isinstance(eos, Iterable) else (eos,)
     for token in ends:
         if not isinstance(token, Integral) or token < 0:
             raise ValueError(f"eos: expected token ids, got {token!r}")

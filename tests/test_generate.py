@@ -200,7 +200,9 @@ def test_each_row_stops_at_any_end_token(model, prompts, hot, drafts):
 
 def test_one_end_token_may_come_at_once(model, prompts, hot):
     first = hot.rows[0][0]
-    assert generate(model, prompts, **HOT | {"eos": first}).rows == ended(hot.rows, [first])
+    assert generate(model, prompts, **HOT | {"eos": np.array([first])}).rows == ended(
+        hot.rows, [first]
+    )
     at_once = generate(model, prompts[:1], **HOT | {"eos": first})
     assert at_once.rows == [[first]] and at_once.stats.trunk_calls == 0
 
@@ -315,6 +317,7 @@ def test_drafts_need_the_head(tmp_path, model, prompts):
         ({"eos": -2}, "eos"),
         ({"eos": "12"}, "eos"),
         ({"eos": [1.0]}, "eos"),
+        ({"eos": 1.0}, "eos"),
     ],
 )
 def test_bad_input_is_one_line(model, arguments, named):
