@@ -74,12 +74,13 @@ class LayerStream:
         stream = glm.stream_layers("ckpt/")
         logits = stream(tokens)  # what glm.load("ckpt/")(tokens) is
 
-        streams, selection = stream.embed(tokens), None
+        streams = stream.embed(tokens)
         for plan, layer in stream.layers():
-            streams, chosen = layer(streams, mask, selection)
-            ...
+            streams, selection = layer(streams, mask)  # layer.module holds its weights
+        logits = stream.read_out(streams)
 
-    `bytes_read` counts what was read of the weights so far.
+    (Where `plan.indexer` is "shared", `layer` also wants the last selection that was not None.)
+    There is no MTP head in it.
     """
 
     def __init__(self, leaves: LeafReader, expert_group: int, progress: Progress | None):
