@@ -133,8 +133,8 @@ def score_pools(
         return index_scores(queries, keys, weights)
 
     def score_tile(tile, scores):
-        # The last tile begins earlier where the pools do not fill it.
-        at = jnp.minimum(tile * width, NP - width)
+        # Both slices begin earlier where the last tile would go past the end.
+        at = tile * width
         part = index_scores(queries, jax.lax.dynamic_slice_in_dim(keys, at, width, 1), weights)
         return jax.lax.dynamic_update_slice_in_dim(scores, part, at, 2)
 

@@ -135,7 +135,11 @@ def test_nan_in_slots_that_were_taken_back_has_no_effect(small, attn, hidden, at
 
 
 def test_slot_that_is_not_valid_is_left_out_whatever_selected_it(small, attn, hidden, at_once):
-    cache = dataclasses.replace(at_once[2], valid=at_once[2].valid.at[:, 7].set(False))
+    cache = dataclasses.replace(
+        at_once[2],
+        latent=at_once[2].latent.at[:, 7].set(jnp.nan),
+        valid=at_once[2].valid.at[:, 7].set(False),
+    )
     given = np.full((3, 1, 11), -1, np.int32)
     given[..., :2] = 7, 5
     out, _, _ = run(attn, hidden[:, :1], cache, 23, selection=jnp.asarray(given))
@@ -148,6 +152,7 @@ def test_key_of_a_pool_is_computed_once(small, attn, hidden):
     """When its last token arrives, and never again: what it came from may change."""
     _, _, cache = run(attn, hidden[:, :9], empty(small))
     keys = np.asarray(cache.pool_keys)
+    assert np.all(keys[:, :2] != 0) and not np.any(keys[:, 2:])
     changed = dataclasses.replace(cache, index_keys=cache.index_keys.at[:, :8].set(1e3))
     _, _, changed = run(attn, hidden[:, 9:12], changed, 9)
     _, _, cache = run(attn, hidden[:, 9:12], cache, 9)
@@ -176,6 +181,33 @@ def test_shared_layer_keeps_no_index_and_uses_the_slots_it_is_given(small, call,
     np.testing.assert_allclose(out, expected[:, 20:], atol=1e-12)
     with pytest.raises(ValueError, match="given none to share"):
         run(attn, hidden[:, :1], cache)
+
+
+def test_tied_pools_are_chosen_alike_however_they_come(build):
+    """Integers and powers of two: every pool has exactly the same score, and the first two win."""
+    small = build("float32", index_n_heads=16, index_head_dim=4)
+    rng = np.random.default_rng(0)
+    path = "layers.1.attn.indexer."
+    arrays = {k: v for k, v in small.arrays.items() if k.startswith(path)}
+    arrays = {k: np.zeros_like(v) for k, v in arrays.items()}
+    for name in ("wq_b", "weights_proj", "k_norm_bias"):  # keys are the bias alone
+        arrays[path + name] = rng.integers(-2, 3, arrays[path + name].shape).astype(np.float32)
+    of_layer = small.with_arrays(arrays).layers[1].attn.indexer
+    x = rng.integers(-2, 3, (3, 23, small.config.hidden_size)).astype(np.float32)
+    qr = rng.integers(-2, 3, (3, 23, small.config.q_lora_rank)).astype(np.float32)
+    whole = np.asarray(jax.jit(type(of_layer).__call__)(of_layer, x, qr, np.ones((3, 23), bool)))
+    assert {*whole[:, 12:, :8].ravel()} == set(range(8))
+    step = jax.jit(type(of_layer).advance)
+    for tokens in (1, 5, 23):
+        cache, at = empty(small, dtype="float32"), 0
+        while at < 23:
+            part, count = slice(at, at + tokens), min(tokens, 23 - at)
+            pad = [(0, 0), (0, tokens - count), (0, 0)]
+            stretch = Stretch(jnp.full(3, at), jnp.full(3, count))
+            padded = (jnp.asarray(np.pad(h[:, part], pad)) for h in (x, qr))
+            selection, cache = step(of_layer, *padded, stretch, cache)
+            np.testing.assert_array_equal(selection[:, :count], whole[:, part])
+            at += tokens
 
 
 # ---- blocks and tiles

@@ -75,6 +75,7 @@ def test_state_of_a_padded_row_is_that_after_its_last_real_token(small, attn, hi
     out, state = advance(
         attn, jnp.asarray(x), Stretch(jnp.zeros(3, int), jnp.asarray(counts)), start
     )
+    assert np.all(np.isfinite(out))
     for row, count in enumerate(counts):
         alone = jax.tree.map(lambda h, row=row: h[row : row + 1], start)
         if count:
