@@ -124,7 +124,7 @@ def convert(
     cast = sum(item.cast for item in items)
     carried = passthrough(checkpoint, config, mtp=mtp, layers=layers)
     items += carried_items(carried.values())
-    groups = _group(items)
+    groups = group_items(items)
 
     header = LedgerHeader(
         format=FORMAT,
@@ -202,7 +202,7 @@ def _left_behind(
     return {reason: sorted(names) for reason, names in left.items()}
 
 
-def _group(items: list[Item]) -> dict[str, list[Item]]:
+def group_items(items: list[Item]) -> dict[str, list[Item]]:
     """Arrays that are finished together: of one layer, in order, up to `GROUP_BYTES` of them."""
     groups: dict[str, list[Item]] = {}
     unit, size, part = "", 0, 0
