@@ -6,8 +6,10 @@ the same, but for the order of sums; tests marked `codegen`, whose results hang 
 more with the code that users run (test_codegen.py). An XLA_FLAGS of one's own, empty or not, holds.
 """
 
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,6 +32,20 @@ def call() -> Callable[..., Any]:
     """`call(module, *args)` under jit: one compilation for a module and the shapes it is given."""
     jitted = jax.jit(lambda module, *args: module(*args))
     return lambda module, *args: jax.tree.map(np.asarray, jitted(module, *args))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def room_for_code() -> Iterator[None]:
+    """Drops what is compiled when it fills the process.
+
+    A process on Linux may have 65,530 mappings, every compiled program takes some, and past the
+    last one XLA crashes.
+    """
+    yield
+    mappings = Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
