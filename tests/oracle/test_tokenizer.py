@@ -1,8 +1,15 @@
 """The packages that read tokenizers, both of which the oracle brings."""
 
+import json
+import sys
+
+import numpy as np
 import pytest
 
+from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
+from glm5_jax.cli import main
 from glm5_jax.errors import CheckpointError
+from glm5_jax.generation import Generation, Stats
 from glm5_jax.tokenizer import TextStream, load_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -70,3 +77,40 @@ def test_a_broken_tokenizer_is_one_line_that_names_it(tmp_path):
     with pytest.raises(CheckpointError, match="AutoTokenizer") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_a_prompt_of_text_is_answered_in_text(trained, tmp_path, monkeypatch, capsys):
+    raw = json.loads(packaged_config("tiny").read_text())
+    raw["text_config"]["vocab_size"] = 264
+    make_tiny(tmp_path / "tiny", raw)
+    trained.save(str(tmp_path / "tiny" / "tokenizer.json"))
+    answer, given = " größer 🙂", {}
+
+    def fake(model, tokens, mask, on_token, **settings):
+        given.update(tokens=tokens[mask].tolist())
+        new = [*trained.encode(answer, add_special_tokens=False).ids, 1]
+        if on_token is not None:
+            for token in new:
+                on_token(0, token)
+        stats = Stats(2, len(new), len(new) - 1, (), (), 1.0, 1.0, 1.0, len(new) - 2)
+        return Generation(np.array([new]), np.array([len(new)]), stats)
+
+    def run(*arguments):
+        monkeypatch.setattr(
+            sys, "argv", ["glm5-jax", "generate", str(tmp_path / "tiny"), *arguments]
+        )
+        with pytest.raises(SystemExit) as exit:
+            main()
+        return exit.value.code or 0, *capsys.readouterr()
+
+    monkeypatch.setattr("glm5_jax.generation.generate", fake)
+    status, out, err = run("--prompt", "the cat")
+    assert (status, out) == (0, answer + "\n") and "2 prompt tokens" in err
+    assert given["tokens"] == trained.encode("the cat").ids and given["tokens"][0] == 0
+    found = json.loads(run("--prompt", "the cat", "--json")[1])
+    assert found["text"] == [answer] and found["tokens"][0][-1] == 1
+
+    raw["text_config"]["vocab_size"] = 224
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(raw))
+    status, _, err = run("--prompt", "\N{GREEK SMALL LETTER OMEGA}")
+    assert status == 2 and err.startswith("error: --prompt: expected token ids from 0 to 223")
