@@ -26,7 +26,7 @@ def empty(small, rows, depth=0, dtype="float64"):
 def run(attn, x, state, start=0):
     """The outputs of all of x [B, T, X] in one call, and the state after it."""
     B, T, _ = x.shape
-    stretch = Stretch(jnp.full(B, start), jnp.full(B, T))
+    stretch = Stretch(jnp.broadcast_to(jnp.asarray(start), B), jnp.full(B, T))
     return advance(attn, jnp.asarray(x), stretch, state)
 
 
@@ -92,15 +92,18 @@ def test_recurrent_state_lags_behind_by_what_can_be_taken_back(small, attn, hidd
 
 
 def test_rewound_state_is_that_of_the_tokens_that_stay(small, attn, hidden):
-    _, state = run(attn, hidden[:, :9], empty(small, 3, depth=4))
-    state = state.rewind(jnp.asarray([0, 3, 4]))
-    for row, length in enumerate([9, 6, 5]):
-        # A fresh run over what stays can be taken back further: it has more to replay.
-        _, fresh = run(attn, hidden[row : row + 1, :length], empty(small, 1, depth=4))
-        out, _ = run(attn, hidden[row : row + 1, length : length + 3], fresh, length)
-        ours = jax.tree.map(lambda h, row=row: h[row : row + 1], state)
-        actual, _ = run(attn, hidden[row : row + 1, length : length + 3], ours, length)
-        np.testing.assert_allclose(actual, out, atol=1e-13)
+    lengths = jnp.asarray([9, 6, 5])
+    start = empty(small, 3, depth=4)
+    _, state = run(attn, hidden[:, :9], start)
+    state = state.rewind(9 - lengths)
+    # A fresh run over what stays can be taken back further: it has more to replay.
+    _, fresh = advance(attn, jnp.asarray(hidden[:, :9]), Stretch(jnp.zeros(3, int), lengths), start)
+    x = np.stack([hidden[row, n : n + 3] for row, n in enumerate([9, 6, 5])])
+    ours, theirs = (run(attn, x, s, lengths)[0] for s in (state, fresh))
+    np.testing.assert_allclose(ours, theirs, atol=1e-13)
+    at_once, _ = run(attn, hidden[:, :12], start)
+    expected = [at_once[row, n : n + 3] for row, n in enumerate([9, 6, 5])]
+    np.testing.assert_allclose(ours, np.stack(expected), atol=1e-13)
 
 
 def test_bfloat16_model_keeps_its_recurrent_state_in_float32(build, hidden):
