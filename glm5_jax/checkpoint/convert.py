@@ -38,7 +38,7 @@ from .ledger import (
 )
 from .match import MTP_REASON, Layers, resolve_layers
 from .orbax import is_orbax, stored_leaves
-from .reader import Checkpoint, open_checkpoint
+from .reader import Checkpoint, companions, open_checkpoint
 from .staging import CONFIG, Staging, is_placed
 
 # Arrays of a layer that are finished together; what a kill costs is at most one such group.
@@ -106,8 +106,9 @@ def convert(
     rounded values where float32 is required. progress is called with (bytes, bytes in all, label).
 
     Tensors that are not bound (vision, copies, activation scales) are carried verbatim under
-    ``passthrough/``; config.json and the ledger are written beside the arrays. An interrupted
-    conversion leaves nothing at `dst`, and the same call continues it.
+    ``passthrough/``; config.json, the ledger and what the source has of tokenizers and the like
+    (`reader.COMPANIONS`) lie beside the arrays. An interrupted conversion leaves nothing at `dst`,
+    and the same call continues it.
 
     Raises CheckpointError before any work if the source is incomplete or `dst` is in the way.
     """
@@ -145,7 +146,8 @@ def convert(
             _write(staging, checkpoint, groups, progress)
             _check_unchanged(checkpoint, identity, header, config_bytes)
             stored = [item for item in items if item.pieces]
-            _check_merged(staging.merge(item.path for item in stored), stored)
+            beside = [checkpoint.directory / name for name in companions(checkpoint.directory)]
+            _check_merged(staging.merge([item.path for item in stored], beside), stored)
             staging.place()
     finally:
         staging.close()
@@ -374,7 +376,7 @@ def _identity(checkpoint: Checkpoint, header: LedgerHeader, config: bytes) -> di
         "source directory": str(checkpoint.directory.resolve()),
         "source config.json": hashlib.sha256(config).hexdigest(),
     }
-    for file in checkpoint.files:
+    for file in (*checkpoint.files, *companions(checkpoint.directory)):
         try:
             status = (checkpoint.directory / file).stat()
         except OSError as error:

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from .export_plan import CODES, Decoded, ExportPlan, Run, plan_export
 from .ledger import LEDGER, LedgerHeader, LedgerLine, read_ledger
 from .manifest import check_manifest
 from .orbax import require_orbax
+from .reader import companions
 from .staging import CONFIG
 from .writer import SHARD_BYTES, TensorFiles, whole_directory
 
@@ -107,6 +109,8 @@ def export(
         _write(_Source(directory, config, ledger, arrays), plan, files, progress)
         files.close()
         (partial / CONFIG).write_bytes(_config(directory, header, plan, dtype))
+        for name in companions(directory):
+            shutil.copyfile(directory / name, partial / name)
     return ExportReport(
         destination=dst,
         naming=called,

@@ -24,6 +24,23 @@ __all__ = ["DTYPES", "Checkpoint", "StoredTensor", "open_checkpoint"]
 INDEX = "model.safetensors.index.json"
 MTP_FILE = "mtp.safetensors"
 ORBAX_MARKER = "_CHECKPOINT_METADATA"
+# What loaders read beside weights and config.json: of texts, of images, and when to stop.
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "video_preprocessor_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
 UNCACHED = 2**20  # what is read once and is smaller than this may stay in the system's cache
 
 
@@ -100,6 +117,11 @@ class Checkpoint:
                     os.posix_fadvise(stream.fileno(), *extent, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(f"{path}: {tensor.name}: cannot be read: {error}") from None
+
+
+def companions(directory: Path) -> list[str]:
+    """The files of `COMPANIONS` that a directory holds."""
+    return [name for name in COMPANIONS if (directory / name).is_file()]
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

@@ -151,10 +151,11 @@ class Staging:
             raise self.stopped(group, error) from error
         self.finished.add(group)
 
-    def merge(self, paths: Iterable[str]) -> Path:
+    def merge(self, paths: Iterable[str], beside: Iterable[Path] = ()) -> Path:
         """Make an Orbax directory of the groups, which hold the arrays of these paths.
 
-        It is complete when it is returned, but not placed.
+        `beside` are files that are copied into it. It is complete when it is returned, but not
+        placed.
         """
         merged = self.root / _FINISHING
         try:
@@ -165,8 +166,8 @@ class Staging:
                 databases.append(merged / STATE / f"ocdbt.process_{number}")
                 shutil.copytree(group, databases[-1], copy_function=_link_data)
             merge_databases(databases, merged / STATE)
-            for name in (CONFIG, LEDGER):
-                shutil.copyfile(self.root / name, merged / name)
+            for file in (self.root / CONFIG, self.root / LEDGER, *beside):
+                shutil.copyfile(file, merged / file.name)
             write_manifest(merged)
         except (OSError, ValueError) as error:
             raise self.stopped("the whole", error) from error

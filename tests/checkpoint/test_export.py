@@ -24,6 +24,7 @@ from glm5_jax.checkpoint.manifest import write_manifest
 from glm5_jax.checkpoint.match import ACTIVATION_REASON
 from glm5_jax.checkpoint.reader import open_checkpoint
 from glm5_jax.checkpoint.restore import load_leaves
+from glm5_jax.checkpoint.verify import verify
 from glm5_jax.checkpoint.writer import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -144,6 +145,21 @@ def test_packed_scales_of_activations_come_back_one_by_one(tmp_path, tiny, store
     report = export(tmp_path / "orbax", tmp_path / "wide", dtype="float32")
     assert len(report.left_out[ACTIVATION_REASON]) == 4
     assert not [name for name in read(tmp_path / "wide") if name.endswith("input_scale")]
+
+
+def test_tokenizers_and_the_like_go_there_and_back(tmp_path, tiny):
+    source = tmp_path / "source"
+    shutil.copytree(tiny(), source)
+    for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja", "README.md"):
+        (source / name).write_text(f"text of {name}")
+    convert(source, tmp_path / "orbax")
+    export(tmp_path / "orbax", tmp_path / "out")
+    for directory in (tmp_path / "orbax", tmp_path / "out"):
+        for name in ("tokenizer.json", "generation_config.json", "chat_template.jinja"):
+            assert (directory / name).read_text() == f"text of {name}"
+        assert not (directory / "README.md").exists()
+    (tmp_path / "orbax" / "tokenizer.json").write_text("another")
+    assert verify(tmp_path / "orbax").problems[0].startswith("tokenizer.json: has 7 bytes")
 
 
 def test_a_part_comes_back_in_part(tmp_path, tiny):

@@ -253,10 +253,10 @@ def test_two_conversions_do_not_write_one_destination(tmp_path, tiny, monkeypatc
     out = tmp_path / "out"
     original = Staging.merge
 
-    def merge(self, paths):
+    def merge(self, *arguments):
         with pytest.raises(CheckpointError, match="another convert is writing it"):
             convert(tiny(), out)
-        return original(self, paths)
+        return original(self, *arguments)
 
     monkeypatch.setattr(Staging, "merge", merge)
     convert(tiny(), out)
