@@ -39,9 +39,9 @@ def check_manifest(
     """
     listed = {}
     try:
-        for text in (directory / MANIFEST).read_bytes().splitlines():
+        for text in (directory / MANIFEST).read_bytes().splitlines(keepends=True):
             entry = json.loads(text)
-            if entry["file"] in listed:
+            if entry["file"] in listed or not text.endswith(b"\n"):
                 raise ValueError
             listed[entry["file"]] = (entry["size"], entry["sha256"])
     except OSError as error:

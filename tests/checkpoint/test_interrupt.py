@@ -216,9 +216,11 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path, tiny):
     source, out = tmp_path / "source", tmp_path / "out"
     shutil.copytree(tiny(), source)
 
+    shutil.copyfile(tiny(seed=1) / "model.safetensors", tmp_path / "other")
+
     def change(done, total, label):
-        if label == "layer 1":
-            shutil.copyfile(tiny(seed=1) / "model.safetensors", source / "model.safetensors")
+        if label == "layer 1" and (tmp_path / "other").exists():
+            os.replace(tmp_path / "other", source / "model.safetensors")
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed while it was converted"):
         convert(source, out, progress=change)
