@@ -181,23 +181,34 @@ def rehearse(layers: str = "0,3") -> Iterator[Rehearsal]:
     """Convert, verify and export layers of the release's own size, in each released layout.
 
     Layers 0 and 3 are one of KDA with a dense FFN and one of DSA with 288 experts; with them come
-    embedding and head. In BF16 that is 18 GB, read from the disk and written twice.
+    embedding and head. In BF16 that is 18 GB, read from the disk and written twice. What is
+    quantised is also converted to bfloat16. Each command runs in a process of its own.
     """
     config = json.loads(packaged_config("glm5_3_flash").read_text())
     for name, quantization in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory)
-            source = write_rehearsal(root / "source", config, quantization, layers)
+            source, orbax, back = root / "source", root / "orbax", root / "back"
+            write_rehearsal(source, config, quantization, layers)
             _drop_from_cache(source)
-            converted = _run("convert", source, root / "orbax", layers=layers)
-            lines = read_ledger(root / "orbax")[1].values()
-            sizes = (sum(line.nbytes for line in lines), max(line.nbytes for line in lines))
-            yield Rehearsal(f"convert, {name}, layers {layers}", sizes[0], *converted, sizes[1])
-            verified = _run("verify", root / "orbax")
-            yield Rehearsal(f"verify, {name}, layers {layers}", sizes[0], *verified, sizes[1])
-            shutil.rmtree(source)
-            exported = _run("export", root / "orbax", root / "back")
-            yield Rehearsal(f"export, {name}, layers {layers}", sizes[0], *exported, sizes[1])
+            yield _rehearsal(f"convert, {name}", orbax, "convert", source, orbax, layers=layers)
+            yield _rehearsal(f"verify, {name}", orbax, "verify", orbax)
+            yield _rehearsal(f"export, {name}", orbax, "export", orbax, back)
+            if quantization == "none":
+                continue
+            shutil.rmtree(back)
+            shutil.rmtree(orbax)
+            _drop_from_cache(source)
+            options = {"layers": layers, "dtype": "bfloat16"}
+            what = f"convert to bfloat16, {name}"
+            yield _rehearsal(what, orbax, "convert", source, orbax, **options)
+
+
+def _rehearsal(what: str, orbax: Path, name: str, *paths: Path, **options: str) -> Rehearsal:
+    """Run a command; sizes are those of what the Orbax directory holds."""
+    seconds, peak = _run(name, *paths, **options)
+    sizes = [line.nbytes for line in read_ledger(orbax)[1].values()]
+    return Rehearsal(what, sum(sizes), seconds, peak, max(sizes))
 
 
 def _run(name: str, *paths: Path, **options: str) -> tuple[float, int]:
