@@ -1,4 +1,4 @@
-"""The two errors that a user meets. Each carries one line: expected, found, where, what to do."""
+"""The errors that a user meets. Each carries one line: expected, found, where, what to do."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class CheckpointError(ValueError):
     """A checkpoint whose files, tensors or ledger are not what they should be."""
+
+
+class TraceError(ValueError):
+    """A trace that is not as its format says, or that cannot be compared with another."""

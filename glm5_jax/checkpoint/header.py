@@ -175,6 +175,11 @@ def read_header(path: Path, file: str) -> list[StoredTensor]:
     return found
 
 
+def read_metadata(path: Path) -> dict[str, str]:
+    """The `__metadata__` of a file whose header `read_header` has accepted."""
+    return decode_json(_raw_header(path)[0]).get("__metadata__", {})
+
+
 def _raw_header(path: Path) -> tuple[bytes, int]:
     try:
         with open(path, "rb") as stream:
