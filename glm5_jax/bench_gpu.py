@@ -18,6 +18,7 @@ import numpy as np
 from glm5_jax.errors import ConfigError
 from pallas_kernels.aot import CannotCompile, KDAShape, compile_kda, versions
 from pallas_kernels.kda import chunk_kda, mosaic_gpu, roofline
+from pallas_kernels.roofline import H200
 
 CALLS = 20  # between two looks at the clock
 
@@ -40,7 +41,7 @@ def compile_lines(target: str, shape: KDAShape | None = None) -> tuple[list[str]
 def _roofline(shape: KDAShape) -> list[str]:
     stages = roofline.stages(shape.B, shape.T, shape.H, shape.V)
     floor = roofline.floor(shape.B, shape.T, shape.H, shape.K, shape.V)
-    return [stage.describe(roofline.H200) for stage in [*stages, floor]]
+    return [stage.describe(H200) for stage in [*stages, floor]]
 
 
 def run_lines(repeats: int = 5, shape: KDAShape | None = None) -> list[str]:
@@ -73,7 +74,7 @@ def run_lines(repeats: int = 5, shape: KDAShape | None = None) -> list[str]:
             calls[name] = make(inputs)
         except ImportError as error:
             lines.append(f"  {name}: not installed ({error})")
-    floor, _ = roofline.floor(*sizes, shape.K, shape.V).bound(roofline.H200)
+    floor, _ = roofline.floor(*sizes, shape.K, shape.V).bound(H200)
     times = _milliseconds(calls, repeats)
     for name, taken in times.items():
         lines.append(f"  {name}: {taken:.3f} ms, {taken / (floor * 1e3):.1f} times the floor")

@@ -11,6 +11,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 L2_EPS = 1e-6
 
+# Of the GPU kernels.
+CHUNK = 64  # tokens; the rows of one wgmma
+STRIP = 16  # tokens of a chunk whose decays share a reference; the rows that one warp holds
+KEYS = 128  # key channels; fewer are filled up with zeros
+
 
 def compute_dtype(*arrays: Array) -> jnp.dtype:
     """float32, or float64 as soon as one array is: narrower inputs are widened, never followed."""

@@ -5,7 +5,7 @@
 round. The gradient is that of `xla.py`.
 
 Expected time on an H200 at B 1, T 8192, H 64, K = V = 128: computed, not yet measured on hardware.
-Bounds are those of `roofline.py`, at the card's 4.8 TB/s and 790 TFLOP/s.
+Bounds are those of `kda/roofline.py`, at the card's 4.8 TB/s and 790 TFLOP/s.
 
     prepare   reads q, k (268 MB) and float32 g (268 MB); writes three tiles [64, 128] and two
               [64, 64] per chunk in bfloat16 (537 MB), the decay (4 MB)     1.08 GB, 0.225 ms
@@ -26,10 +26,7 @@ one of `scan`, whose 128 leave 4 of 132 SMs idle.
 Source: Kimi Linear (arXiv:2510.26692), the chunkwise form of KDA.
 """
 
-import contextlib
-import contextvars
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,30 +34,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import hopper
 from pallas_kernels.kda import base, xla
+from pallas_kernels.kda.base import CHUNK, KEYS
 
-CHUNK = 64
 WIDTHS = (64, 128)
-HOPPER = "9.0"
-
-_interpreted = contextvars.ContextVar("_interpreted", default=False)
-
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Within it the kernels run on a CPU, step by step and with the race detector on."""
-    token = _interpreted.set(True)
-    try:
-        yield
-    finally:
-        _interpreted.reset(token)
 
 
 def supports(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> str | None:
     """Why the kernels cannot take inputs of these shapes and dtypes here; None where they can."""
-    # 0.10 cannot interpret the kernels, and 0.12.0.1 refuses to compile a store of theirs.
-    if jax.__version_info__[:2] != (0, 11):
-        return f"needs JAX 0.11, this is {jax.__version__}"
+    if reason := hopper.reason_against_jax():
+        return reason
     narrow = {"q": q, "k": k, "v": v}
     if wrong := [f"{name} is {x.dtype}" for name, x in narrow.items() if x.dtype != jnp.bfloat16]:
         return "needs bfloat16 q, k and v; " + ", ".join(wrong)
@@ -71,18 +55,7 @@ def supports(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) 
         return f"needs 64 or 128 key and value channels, got {K} and {V}"
     if 0 in q.shape:
         return f"needs at least one token, got q {q.shape}"
-    return None if _interpreted.get() else _no_hopper()
-
-
-def _no_hopper() -> str | None:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is not None:  # compiled for a machine that is not at hand (aot.py)
-        kind = device.device_kind
-        return None if "H200" in kind or "H100" in kind else f"needs a Hopper GPU, not {kind}"
-    if jax.default_backend() != "gpu":
-        return f"needs a Hopper GPU, JAX runs on {jax.default_backend()}"
-    capability = jax.devices()[0].compute_capability
-    return None if capability == HOPPER else f"needs a Hopper GPU (9.0), not {capability}"
+    return hopper.reason_against_device()
 
 
 def chunked(
@@ -100,7 +73,7 @@ def chunked(
 ) -> tuple[Float[Array, "B T H V"], Float[Array, "B H K V"]]:
     """bfloat16 q, k and v; g and beta in any float dtype; o in bfloat16, the state in float32."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    static = (float(scale), use_qk_l2norm, _interpreted.get())
+    static = (float(scale), use_qk_l2norm, hopper.interpret())
     return _differentiable(static, (q, k, v, g, beta, state), starts, lengths)
 
 
@@ -120,7 +93,7 @@ def _forward(static: tuple, inputs: tuple, starts: Any, lengths: Any) -> tuple[A
     T, K = q.shape[1], q.shape[-1]
     # Tokens without key, β and decay leave the state as it is, and so do channels without keys.
     # Where the widths are the model's this is nothing, and elsewhere part of what computes q.
-    rows, channels = -T % CHUNK, 128 - K
+    rows, channels = -T % CHUNK, KEYS - K
     q, k, g = (jnp.pad(x, ((0, 0), (0, rows), (0, 0), (0, channels))) for x in (q, k, g))
     v = jnp.pad(v, ((0, 0), (0, rows), (0, 0), (0, 0)))
     beta = jnp.pad(jnp.swapaxes(beta, 1, 2).astype(jnp.float32), ((0, 0), (0, 0), (0, rows)))

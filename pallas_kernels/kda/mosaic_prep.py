@@ -31,13 +31,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.kda.base import L2_EPS
-from pallas_kernels.kda.mosaic_common import (
-    CHUNK,
+from pallas_kernels.kda.base import CHUNK, KEYS, L2_EPS, STRIP
+from pallas_kernels.mosaic_common import (
     COLUMNS,
-    KEYS,
     ROWS,
-    STRIP,
     WGMMA,
     accumulate,
     bf16,

@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.kda.mosaic_common import (
-    CHUNK,
+from pallas_kernels.kda.base import CHUNK, KEYS
+from pallas_kernels.mosaic_common import (
     COLUMNS,
-    KEYS,
     WGMMA,
     accumulate,
     bf16,

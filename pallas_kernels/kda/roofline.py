@@ -1,47 +1,13 @@
-"""Bytes and arithmetic of the KDA kernels, and the least time that they take on a card.
+"""Bytes and arithmetic of the KDA kernels.
 
 Counted from the shapes: what each kernel reads from and writes to memory if every block of it comes
 from there once, and what its tensor cores do, masked halves included.
 """
 
-from dataclasses import dataclass
+from pallas_kernels.kda.base import CHUNK, KEYS, STRIP
+from pallas_kernels.roofline import Stage
 
-CHUNK, STRIP, KEYS, VALUES = 64, 16, 128, 64  # of mosaic_common.py and mosaic_scan.py
-
-
-@dataclass(frozen=True)
-class Card:
-    """Bytes and bfloat16 operations per second of a GPU."""
-
-    name: str
-    bytes_per_second: float
-    flops_per_second: float
-
-
-# The data sheet's bandwidth; of the arithmetic, what large matrix products reach.
-H200 = Card("H200", 4.8e12, 790e12)
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What a kernel moves and computes."""
-
-    name: str
-    bytes: int
-    flops: int
-
-    def bound(self, card: Card) -> tuple[float, str]:
-        """The least seconds, and what they are spent on."""
-        memory, arithmetic = self.bytes / card.bytes_per_second, self.flops / card.flops_per_second
-        return (memory, "memory") if memory >= arithmetic else (arithmetic, "arithmetic")
-
-    def describe(self, card: Card) -> str:
-        """One line."""
-        seconds, why = self.bound(card)
-        return (
-            f"{self.name}: {self.bytes / 1e9:.3f} GB, {self.flops / 1e9:.1f} GFLOP, "
-            f"at least {seconds * 1e3:.3f} ms on an {card.name} ({why})"
-        )
+VALUES = 64  # of mosaic_scan.py, which is not imported for it: Pallas takes seconds
 
 
 def stages(B: int, T: int, H: int, V: int) -> list[Stage]:

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-from pallas_kernels.kda import chunk_kda, mosaic_common, mosaic_gpu
+from pallas_kernels import hopper, mosaic_common
+from pallas_kernels.kda import chunk_kda
 from pallas_kernels.kda.mosaic_prep import LEAST
 
 ON_GPU = jax.default_backend() == "gpu"
-kernels = contextlib.nullcontext if ON_GPU else mosaic_gpu.interpreted
+kernels = contextlib.nullcontext if ON_GPU else hopper.interpreted
 assert ON_GPU or int(os.environ["NPROC"]) >= 8, "JAX's pool needs threads to spare; see the top"
 
 FUZZ = "GLM5_JAX_FUZZ" in os.environ

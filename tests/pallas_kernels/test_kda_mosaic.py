@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import hopper
 from pallas_kernels.kda import chunk_kda, mosaic_gpu
 
 KERNELS = Path(__file__).with_name("kda_kernels.py")
@@ -58,7 +59,7 @@ if jax.__version_info__[:2] == (0, 11):
         assert mosaic_gpu.supports(*inputs(**changed)).startswith(reason)
 
     def test_kernels_run_where_they_can():
-        with mosaic_gpu.interpreted():
+        with hopper.interpreted():
             for K in (64, 128):
                 for V in (64, 128):
                     assert mosaic_gpu.supports(*inputs(K=K, V=V, T=1)) is None
@@ -71,6 +72,6 @@ def test_kernels_need_a_jax_that_can_run_them(monkeypatch, version):
     q, k, v, g, beta, _ = inputs()
     with pytest.raises(NotImplementedError, match=r"mosaic_gpu: needs JAX 0\.11, this is 0\.1[02]"):
         chunk_kda(q, k, v, g, beta, implementation="mosaic_gpu")
-    with mosaic_gpu.interpreted():
+    with hopper.interpreted():
         o, _ = chunk_kda(q, k, v, g, beta)  # falls back
     assert o.dtype == jnp.bfloat16

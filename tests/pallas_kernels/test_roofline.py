@@ -4,6 +4,7 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.kda import roofline
+from pallas_kernels.roofline import Card, Stage
 
 
 def test_floor_is_each_input_and_output_once():
@@ -24,9 +25,9 @@ def test_stages_of_one_chunk_by_hand():
 
 
 def test_bound_names_what_takes_longer():
-    card = roofline.Card("card", bytes_per_second=10, flops_per_second=100)
-    assert roofline.Stage("a", bytes=20, flops=100).bound(card) == (2, "memory")
-    assert roofline.Stage("b", bytes=20, flops=500).bound(card) == (5, "arithmetic")
+    card = Card("card", bytes_per_second=10, flops_per_second=100)
+    assert Stage("a", bytes=20, flops=100).bound(card) == (2, "memory")
+    assert Stage("b", bytes=20, flops=500).bound(card) == (5, "arithmetic")
 
 
 def test_unknown_target_is_refused_with_the_known_ones():

@@ -1,8 +1,9 @@
-"""What the two Mosaic GPU kernels of KDA share: layouts, shared memory, products in registers.
+"""What the Mosaic GPU kernels share: layouts, shared memory, products in registers.
 
-JAX runs such kernels on a CPU too (`interpret`), but for three things, and only these are written
-twice here: a matrix product with its left side or its accumulator in registers (`accumulate`), one
-vector per warp (`strip_rows`, mosaic_prep.py), and a reference read in another shape (there, too).
+JAX runs such kernels on a CPU too (`interpret`), but for four things, and only these are written
+twice: a matrix product with its left side or its accumulator in registers (`accumulate`), one
+vector per warp and a reference read in another shape (kda/mosaic_prep.py), and copies of 16 bytes
+by each thread (sparse_mla/mosaic_gather.py).
 """
 
 from collections.abc import Callable
@@ -18,10 +19,6 @@ from jaxtyping import Array, Float
 # Untyped: they change from one JAX release to the next, and types are checked against the oldest.
 plgpu: Any = import_module("jax.experimental.pallas.mosaic_gpu")
 mgpu: Any = import_module("jax.experimental.mosaic.gpu")
-
-CHUNK = 64  # tokens; the rows of one wgmma
-STRIP = 16  # tokens of a chunk whose decays share a reference; the rows that one warp holds
-KEYS = 128  # key channels; fewer are filled up with zeros
 
 WGMMA = plgpu.Layout.WGMMA
 ROWS = WGMMA.reduce(1)  # one number per row of a matrix in that layout
@@ -59,7 +56,7 @@ class _Accumulator:
     def __init__(self, ref: Any):
         self.ref = ref
 
-    def add(self, a: Array, b: Any) -> None:
+    def add(self, a: Any, b: Any) -> None:
         plgpu.wgmma(self.ref, a, b)
 
     def load(self, wait_n: int) -> Array:
@@ -73,8 +70,8 @@ class _InterpretedAccumulator:
     def __init__(self, value: Array):
         self.value = value
 
-    def add(self, a: Array, b: Any) -> None:
-        self.value = self.value + jnp.dot(a, b[...], preferred_element_type=f32)
+    def add(self, a: Any, b: Any) -> None:
+        self.value = self.value + jnp.dot(a[...], b[...], preferred_element_type=f32)
 
     def load(self, wait_n: int) -> Array:
         del wait_n
@@ -84,8 +81,9 @@ class _InterpretedAccumulator:
 def accumulate(f: Callable[..., None], *initial: Array, interpret: bool) -> tuple[Array, ...]:
     """Runs `f` on one accumulator for each initial value [64, N], and returns the sums.
 
-    An accumulator has two methods: `add(a, b)` adds a @ b, bfloat16 `a` [64, M] from registers and
-    `b` [M, N] from shared memory; `load(n)` is its value once all but the last n products are done.
+    An accumulator has two methods: `add(a, b)` adds a @ b, bfloat16 `a` [64, M] from registers or
+    shared memory and `b` [M, N] from shared memory; `load(n)` is its value once all but the last n
+    products are done.
     """
     if interpret:
         interpreted = [_InterpretedAccumulator(x) for x in initial]
@@ -100,7 +98,7 @@ def accumulate(f: Callable[..., None], *initial: Array, interpret: bool) -> tupl
 
 
 def kernel(body: Callable[..., None], name: str, *, interpret: bool, **options: Any) -> Any:
-    """`plgpu.kernel` with what both kernels choose alike.
+    """`plgpu.kernel` with what all kernels choose alike.
 
     Barriers are placed by hand: at `commit_smem` and nowhere else. In interpret mode the race
     detector is on and unwritten memory is NaN.
