@@ -2,11 +2,13 @@
 #   PYTHON=python3.12   another interpreter (JAX picks the newest release that it has for it)
 #   ORACLE=0            without torch and transformers; what needs them is then left out
 #   AOT=1               with what compiles the GPU kernels for an H200 (Python 3.12; 240 MB)
+#   WORKERS=2           how many processes share the tests; one core each
 #   VENV=dir            another place for the environment
 PYTHON ?= python3
 VENV ?= .venv
 ORACLE ?= 1
 AOT ?= 0
+WORKERS ?= 2
 
 comma := ,
 EXTRAS := test$(if $(filter 1,$(ORACLE)),$(comma)oracle)$(if $(filter 1,$(AOT)),$(comma)aot)
@@ -18,8 +20,9 @@ STAMP := $(VENV)/.installed-$(ORACLE)-$(AOT)
 demo: $(STAMP)
 	$(BIN)/glm5-jax demo
 
+# A file's tests stay in one process, which makes its fixtures once.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 # Two hundred random models against the oracle, where `make test` draws about twenty, and with the
 # code that users run; on JAX 0.11 also the GPU kernels, interpreted, with every input at every size.
