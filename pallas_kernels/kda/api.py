@@ -1,30 +1,19 @@
 """The public KDA operations, and the choice of an implementation."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.dispatch import Implementation, choose
 from pallas_kernels.kda import base, mosaic_gpu, reference, xla
 
-
-class Implementation(NamedTuple):
-    """One way to compute KDA.
-
-    `run(q, k, v, g, beta, state, starts, lengths, *, scale, use_qk_l2norm)` returns o and the
-    state. The inputs are checked; the state's dtype is the dtype to compute in. `starts` [B, T] is
-    True where a token starts from zeros, `lengths` [B] counts the real tokens; both may be None.
-
-    `supports(q, k, v, g, beta, state)` is the reason why `run` cannot take inputs of these shapes
-    and dtypes on the machine at hand, or None where it can.
-    """
-
-    run: Callable[..., tuple[Array, Array]]
-    supports: Callable[..., str | None] = lambda *inputs: None
-
-
 # In order of preference: None takes the first that can run.
+#
+# `run(q, k, v, g, beta, state, starts, lengths, *, scale, use_qk_l2norm)` returns o and the state.
+# The inputs are checked; the state's dtype is the dtype to compute in. `starts` [B, T] is True
+# where a token starts from zeros, `lengths` [B] counts the real tokens; both may be None.
+# `supports(q, k, v, g, beta, state)` sees the same arrays.
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "mosaic_gpu": Implementation(mosaic_gpu.chunked, mosaic_gpu.supports),
     "xla": Implementation(xla.chunked),
@@ -150,23 +139,6 @@ def _run(
 ) -> tuple[Array, Array]:
     *tokens, state = inputs
     state = state.astype(base.compute_dtype(*inputs))
-    run = _choose(implementation, *tokens, state)
+    run = choose("KDA", IMPLEMENTATIONS, implementation, *tokens, state)
     o, state = run(*tokens, state, starts, lengths, **options)
     return o.astype(tokens[2].dtype), state
-
-
-def _choose(
-    implementation: str | Sequence[str] | None, *inputs: Array
-) -> Callable[..., tuple[Array, Array]]:
-    names = tuple(IMPLEMENTATIONS) if implementation is None else implementation
-    names = (names,) if isinstance(names, str) else tuple(names)
-    if not names or not set(names) <= IMPLEMENTATIONS.keys():
-        known = sorted(IMPLEMENTATIONS)
-        raise ValueError(f"implementation must be None or from {known}, got {implementation!r}")
-    reasons = []
-    for name in names:
-        reason = IMPLEMENTATIONS[name].supports(*inputs)
-        if reason is None:
-            return IMPLEMENTATIONS[name].run
-        reasons.append(f"{name}: {reason}")
-    raise NotImplementedError("KDA cannot run as asked: " + "; ".join(reasons))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from pallas_kernels.dispatch import choose
 from pallas_kernels.kda import api, chunk_kda, recurrent_kda
 
 run = jax.jit(
@@ -220,7 +221,7 @@ def test_unknown_implementation_is_refused_with_the_known_names(kda_arguments):
 
 def test_on_a_cpu_xla_is_taken(kda_arguments):
     inputs = [jnp.asarray(x) for x in kda_arguments(1).values()]
-    assert api._choose(None, *inputs) is api.IMPLEMENTATIONS["xla"].run
+    assert choose("KDA", api.IMPLEMENTATIONS, None, *inputs) is api.IMPLEMENTATIONS["xla"].run
 
 
 def test_final_state_is_none_unless_asked_for(kda_arguments):

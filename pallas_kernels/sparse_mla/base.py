@@ -1,0 +1,23 @@
+"""What the implementations in plain JAX share: their dtype, and the gather.
+
+Dimensions: B batch, T query tokens, A heads, R latent width, S rows of the cache, W selected rows.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def compute_dtype(*arrays: Array) -> jnp.dtype:
+    """float32, or float64 as soon as one array is: narrower inputs are widened, never followed."""
+    return jnp.result_type(jnp.float32, *arrays)
+
+
+def gather_rows(
+    kv: Float[Array, "B S R"] | Float[Array, "S R"], indices: Int[Array, "B T W"]
+) -> tuple[Float[Array, "B T W R"], Bool[Array, "B T W"]]:
+    """The rows, zeros for an index that is none, and which indices are some."""
+    S = kv.shape[-2]
+    # A negative index would count from the end; one past the end reads as the fill value.
+    row = jnp.where(indices < 0, S, indices)
+    at = (row,) if kv.ndim == 2 else (jnp.arange(len(kv))[:, None, None], row)
+    return kv.at[at].get(mode="fill", fill_value=0), row < S
