@@ -261,7 +261,7 @@ def bench_rehearsal(repeats: int = 1) -> Iterator[Any]:
     return rehearse()
 
 
-# What a run without names leaves out: it needs 55 GB of disk.
+# What a run without names leaves out: it needs 40 GB of disk.
 ASKED_FOR: dict[str, Callable[..., Iterable[Any]]] = {"rehearsal": bench_rehearsal}
 BENCHES: dict[str, Callable[..., list[Timing]]] = {
     "forward": bench_forward,

@@ -16,13 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from glm5_jax.bench import Timing
 from glm5_jax.checkpoint.convert import convert
-from glm5_jax.checkpoint.layouts import Scheme
 from glm5_jax.checkpoint.ledger import read_ledger
-from glm5_jax.checkpoint.rehearsal import write_rehearsal
+from glm5_jax.checkpoint.rehearsal import LAYOUTS, write_rehearsal
 from glm5_jax.checkpoint.tiny import packaged_config
 
 COPY_BYTES = 16 * 2**20
@@ -60,7 +59,7 @@ class Rate(Timing):
 def time_conversion(repeats: int) -> list[Timing]:
     """Convert a few layers, BF16 to BF16, in turn with both peers; each side's best turn."""
     with tempfile.TemporaryDirectory() as directory:
-        source = write_rehearsal(Path(directory) / "source", _few_layers())
+        source = write_rehearsal(Path(directory) / "source", _few_layers(), LAYOUTS["bf16"])
         nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
         sides: dict[str, Callable[[Path, Path], Any]] = {
             "ours": convert,
@@ -160,12 +159,6 @@ class Rehearsal:
         )
 
 
-LAYOUTS: dict[str, Literal["none"] | Scheme] = {
-    "BF16": "none",
-    "FP8": "fp8",
-    "NVFP4 modelopt": "nvfp4_modelopt",
-    "NVFP4 compressed-tensors": "nvfp4_compressed_tensors",
-}
 _CHILD = """
 import sys, time
 from glm5_jax.checkpoint.{module} import {name}
@@ -178,30 +171,30 @@ print(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 
 
 def rehearse(layers: str = "0,3") -> Iterator[Rehearsal]:
-    """Convert, verify and export layers of the release's own size, in each released layout.
+    """Convert, verify and export layers of the release's own size, in each of the six layouts.
 
     Layers 0 and 3 are one of KDA with a dense FFN and one of DSA with 288 experts; with them come
-    embedding and head. In BF16 that is 18 GB, read from the disk and written twice. What is
-    quantised is also converted to bfloat16. Each command runs in a process of its own.
+    embedding and head. In BF16 that is 18 GB, read from the disk, and in two copies at most at
+    once. What is quantised is also converted to bfloat16. Each command runs in a process of its
+    own.
     """
     config = json.loads(packaged_config("glm5_3_flash").read_text())
-    for name, quantization in LAYOUTS.items():
+    for name, layout in LAYOUTS.items():
         with tempfile.TemporaryDirectory() as directory:
             root = Path(directory)
             source, orbax, back = root / "source", root / "orbax", root / "back"
-            write_rehearsal(source, config, quantization, layers)
+            write_rehearsal(source, config, layout, layers)
+            if layout.quantization != "none":
+                _drop_from_cache(source)
+                options = {"layers": layers, "dtype": "bfloat16"}
+                what = f"convert to bfloat16, {name}"
+                yield _rehearsal(what, orbax, "convert", source, orbax, **options)
+                shutil.rmtree(orbax)
             _drop_from_cache(source)
             yield _rehearsal(f"convert, {name}", orbax, "convert", source, orbax, layers=layers)
+            shutil.rmtree(source)
             yield _rehearsal(f"verify, {name}", orbax, "verify", orbax)
             yield _rehearsal(f"export, {name}", orbax, "export", orbax, back)
-            if quantization == "none":
-                continue
-            shutil.rmtree(back)
-            shutil.rmtree(orbax)
-            _drop_from_cache(source)
-            options = {"layers": layers, "dtype": "bfloat16"}
-            what = f"convert to bfloat16, {name}"
-            yield _rehearsal(what, orbax, "convert", source, orbax, **options)
 
 
 def _rehearsal(what: str, orbax: Path, name: str, *paths: Path, **options: str) -> Rehearsal:

@@ -12,12 +12,12 @@ import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..config import parse_config
-from ..specs import StoredSpec, stored_tensors
+from ..specs import Naming, StoredSpec, stored_tensors
 from .layouts import NVFP4_GROUP, RELEASED_WORDS, Scheme
 from .match import Layers, resolve_layers
 from .quantize import BLOCK, is_quantized, quantization_config
@@ -35,29 +35,42 @@ _MASKS: dict[str, tuple[type, int, int]] = {
 }
 
 
+class Layout(NamedTuple):
+    """How a checkpoint is stored. transformers writes router and convolution F32, and no MTP."""
+
+    quantization: Literal["none"] | Scheme = "none"
+    naming: Naming = "released"
+    transformers: bool = False
+
+
+# The three releases and what else is met: NVFP4 by another tool, and what transformers saves.
+LAYOUTS = {
+    "bf16": Layout(),
+    "fp8": Layout("fp8"),
+    "nvfp4_modelopt": Layout("nvfp4_modelopt"),
+    "nvfp4_compressed_tensors": Layout("nvfp4_compressed_tensors"),
+    "hf_saved": Layout(transformers=True),
+    "hf_native": Layout(naming="native", transformers=True),
+}
+
+
 def write_rehearsal(
     out: str | os.PathLike[str],
     config: Mapping[str, Any],
-    quantization: Literal["none"] | Scheme = "none",
+    layout: Layout,
     layers: Layers = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write those layers of a checkpoint, and what lies outside the layers; returns the directory.
 
-    config: a decoded config.json, whose sizes are written in full. quantization: the layout, as
-    `make_tiny` takes it. There is no vision tower. Raises CheckpointError if `out` is in the way.
+    config: a decoded config.json, whose sizes are written in full. There is no vision tower.
+    Raises CheckpointError if `out` is in the way.
     """
     raw: dict[str, Any] = {key: x for key, x in config.items() if key != "quantization_config"}
     raw["vision_config"] = None
-    if quantization != "none":
-        raw["quantization_config"] = quantization_config(quantization)
-    parsed = parse_config(raw, "config")
-    chosen = resolve_layers(layers, parsed)
-    specs = stored_tensors(parsed, vision=False)
-    wanted = [x for x in specs if chosen is None or x.layer is None or x.layer in chosen]
-    tensors = {
-        name: declared for spec in wanted for name, declared in _declared(spec, quantization)
-    }
+    if layout.quantization != "none":
+        raw["quantization_config"] = quantization_config(layout.quantization)
+    tensors = rehearsal_tensors(raw, layout, layers)
     out = Path(out).absolute()
     with whole_directory(out) as partial:
         files = TensorFiles(partial, tensors, shard_bytes)
@@ -71,12 +84,23 @@ def write_rehearsal(
     return out
 
 
-def _declared(
-    spec: StoredSpec, quantization: Literal["none"] | Scheme
-) -> Iterator[tuple[str, Declared]]:
+def rehearsal_tensors(
+    config: Mapping[str, Any], layout: Layout, layers: Layers = None
+) -> dict[str, Declared]:
+    """What `write_rehearsal` writes: every tensor of those layers and outside the layers."""
+    parsed = parse_config(config, "config")
+    chosen = resolve_layers(layers, parsed)
+    specs = stored_tensors(parsed, layout.naming, mtp=not layout.transformers, vision=False)
+    wanted = (x for x in specs if chosen is None or x.layer is None or x.layer in chosen)
+    return {name: declared for spec in wanted for name, declared in _declared(spec, layout)}
+
+
+def _declared(spec: StoredSpec, layout: Layout) -> Iterator[tuple[str, Declared]]:
     """The tensors that a weight is stored as."""
+    quantization = layout.quantization
     if quantization == "none" or not is_quantized(spec, quantization):
-        yield spec.name, Declared(spec.dtype, spec.shape)
+        float32 = layout.transformers and any(row.keep_stored for row in spec.specs)
+        yield spec.name, Declared("F32" if float32 else spec.dtype, spec.shape)
         return
     out, into = spec.shape
     stem, words = spec.name.removesuffix("weight"), RELEASED_WORDS[quantization]
@@ -87,8 +111,8 @@ def _declared(
         return
     yield stem + words["codes"], Declared("U8", (out, into // 2))
     yield stem + words["scale"], Declared("F8_E4M3", (out, into // NVFP4_GROUP))
-    (whole,) = words.keys() - {"codes", "scale"}
-    yield stem + words[whole], Declared("F32", ())
+    (second,) = words.keys() - {"codes", "scale"}
+    yield stem + words[second], Declared("F32", () if second == "scale_2" else (1,))
 
 
 def _masked(noise: np.ndarray, dtype: str) -> np.ndarray:

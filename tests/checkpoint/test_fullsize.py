@@ -14,13 +14,11 @@ from glm5_jax.checkpoint.convert import GROUP_BYTES, convert, group_items
 from glm5_jax.checkpoint.conveyor import PIECE_BYTES
 from glm5_jax.checkpoint.export_plan import plan_export
 from glm5_jax.checkpoint.items import bound_items, carried_items
-from glm5_jax.checkpoint.layouts import RELEASED_WORDS
 from glm5_jax.checkpoint.ledger import FORMAT, LedgerHeader, LedgerLine, LedgerSource
 from glm5_jax.checkpoint.reader import open_checkpoint
-from glm5_jax.checkpoint.rehearsal import write_rehearsal
+from glm5_jax.checkpoint.rehearsal import LAYOUTS, rehearsal_tensors, write_rehearsal
 from glm5_jax.checkpoint.verify import verify
 
-LAYOUTS = ["bf16", "fp8", "nvfp4_modelopt", "nvfp4_compressed_tensors", "hf_saved", "hf_native"]
 STACK = (288, 2048, 4096)
 
 
@@ -89,14 +87,20 @@ def test_decoded_a_release_is_as_large_as_the_bf16_one(full_size, facts, layout)
     assert max(item.held_bytes(index) for item in items for index in item.pieces[:1]) < 2**28
 
 
-@pytest.mark.parametrize("quantization", ["none", *RELEASED_WORDS])
-def test_what_a_rehearsal_writes_is_a_checkpoint_of_its_layout(
-    tmp_path, config_file, quantizable, quantization
-):
-    config = quantizable() if quantization != "none" else config_file("tiny")
-    source = write_rehearsal(tmp_path / "source", config, quantization, "1,3", 200_000)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rehearsal_has_the_tensors_of_its_layout(facts, config_file, layout):
+    found = rehearsal_tensors(config_file("glm5_3_flash"), LAYOUTS[layout])
+    expected = {k: v for k, v in facts.tensors(layout).items() if ".visual." not in k}
+    assert {name: tuple(declared) for name, declared in found.items()} == expected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_a_rehearsal_writes_is_converted(tmp_path, config_file, quantizable, layout):
+    config = quantizable() if LAYOUTS[layout].quantization != "none" else config_file("tiny")
+    source = write_rehearsal(tmp_path / "source", config, LAYOUTS[layout], "1,3", 200_000)
     report = audit(source, layers="1,3")
-    assert report.complete and report.quantization == quantization and report.files > 1
+    assert report.complete and report.quantization == LAYOUTS[layout].quantization
+    assert report.files > 1
     convert(source, tmp_path / "orbax", layers="1,3")
     assert verify(tmp_path / "orbax").ok
     assert json.loads((source / "config.json").read_bytes())["vision_config"] is None
