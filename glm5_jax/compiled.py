@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 
-from glm5_jax.nn.types import Record, note
+from glm5_jax.nn.record import Record, Recorder, Wanted, note
+from glm5_jax.nn.types import Mask
 
 
 @jax.tree_util.register_pytree_node_class
@@ -21,25 +22,42 @@ class _Sites(dict):
         return cls(zip(names, values, strict=True))
 
 
+def _take(recorder: Recorder, name: str, reduced: jax.Array) -> None:
+    recorder.take(f"{recorder.scope}{name}", reduced)
+
+
 def compiled(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a step one `jax.jit` call; the arguments named `static` are keywords, and constants.
 
     The step takes `record` as its last keyword. It is called, with what the step recorded and in
     that order, once the compiled call returns: arrays outside an outer `jax.jit`, tracers inside.
-    `step.jitted` is the jitted function.
+    What a `Recorder` does not want is no output of the compiled call, and what it wants is reduced
+    in it. `step.jitted` is the jitted function.
     """
 
     def wrap(step: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, traced: bool, **options: Any) -> tuple[Any, _Sites]:
+        def run(
+            *args: Any, wanted: Wanted | bool, real: Mask | None, **options: Any
+        ) -> tuple[Any, _Sites]:
             sites = _Sites()
-            return step(*args, **options, record=sites.__setitem__ if traced else None), sites
+            record: Record | None = sites.__setitem__ if wanted else None
+            if isinstance(wanted, Wanted):
+                record = Recorder(sites.__setitem__, wanted, real)
+            return step(*args, **options, record=record), sites
 
         run.__name__ = step.__name__  # as profiles and logs of compilations call it
-        jitted = jax.jit(run, static_argnames=(*static, "traced"))
+        jitted = jax.jit(run, static_argnames=(*static, "wanted"))
 
         @functools.wraps(step)
         def call(*args: Any, record: Record | None = None, **options: Any) -> Any:
-            out, sites = jitted(*args, traced=record is not None, **options)
+            wanted: Wanted | bool = record is not None
+            real = None
+            if isinstance(record, Recorder):
+                # Where it wants nothing, it is the call that nobody looks at.
+                wanted = record.wanted if record.wanted.names else False
+                real = record.mask if wanted else None
+                record = functools.partial(_take, record)
+            out, sites = jitted(*args, wanted=wanted, real=real, **options)
             for name, value in sites.items():
                 note(record, name, value)
             return out

@@ -22,15 +22,13 @@ from glm5_jax.nn.mhc import Coefficients, HyperConnection, collapse, expand
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.record import Record, note, scoped
 from glm5_jax.nn.types import (
     Activations,
     Implementation,
     Mask,
-    Record,
     Selection,
     Streams,
-    note,
-    scoped,
 )
 from glm5_jax.skeleton import SkeletonLayer
 
@@ -67,6 +65,7 @@ class DecoderLayer(nnx.Module):
         `run_experts` stands in for the layer's own routed experts, which need not be filled then.
         `implementation` is that of KDA's recurrence.
         """
+        note(record, "in", streams)
         streams, chosen = _mix(
             *(self.attn_hc, self.attn_norm, self.attn, streams, mask, selection),
             eps=self.eps,
@@ -125,7 +124,7 @@ def _mix(
     implementation: Implementation,
     record: Record | None,
 ) -> tuple[Streams, Selection | None]:
-    x, site = _enter(hc, norm, eps, streams, record)
+    x, site = enter_site(hc, norm, eps, streams, record)
     if isinstance(attn, KDA):
         return _leave("kda", attn(x, mask, record, implementation), streams, site, record), None
     y, chosen = attn(x, mask, selection, record)
@@ -148,7 +147,7 @@ def _mix_on(
 ) -> tuple[Streams, tuple[Selection | None, LayerState]]:
     after: LayerState
     chosen = None
-    x, site = _enter(hc, norm, eps, streams, record)
+    x, site = enter_site(hc, norm, eps, streams, record)
     if isinstance(attn, KDA):
         assert isinstance(state, KDAState)
         y, after = attn.advance(x, stretch, state, implementation)
@@ -169,7 +168,7 @@ def _feed_forward_dense(
     eps: float,
     record: Record | None,
 ) -> Streams:
-    x, site = _enter(hc, norm, eps, streams, record)
+    x, site = enter_site(hc, norm, eps, streams, record)
     return _leave("dense", ffn(x, record), streams, site, record)
 
 
@@ -183,7 +182,7 @@ def _route(
     eps: float,
     record: Record | None,
 ) -> tuple[Activations, Coefficients, Routing]:
-    x, site = _enter(hc, norm, eps, streams, record)
+    x, site = enter_site(hc, norm, eps, streams, record)
     return x, site, router(x, scoped(record, "router"))
 
 
@@ -210,7 +209,7 @@ def _gather(
     return _leave("moe", y, streams, site, record)
 
 
-def _enter(
+def enter_site(
     hc: HyperConnection, norm: nnx.Param, eps: float, streams: Streams, record: Record | None
 ) -> tuple[Activations, Coefficients]:
     """The input of a site's sublayer, and the coefficients with which its output is spread."""

@@ -26,18 +26,16 @@ from glm5_jax.nn.mhc import mean_streams
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, roll_tokens
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.record import Record, note, scoped
 from glm5_jax.nn.types import (
     Activations,
     GivenMask,
     Implementation,
     Logits,
     Mask,
-    Record,
     Selection,
     Streams,
     Tokens,
-    note,
-    scoped,
     wide,
 )
 from glm5_jax.skeleton import Skeleton, SkeletonLayer
@@ -120,8 +118,8 @@ class TextModel(nnx.Module):
                 `jax.jit`; inside, a token outside the vocabulary makes its logits NaN.
         """
         tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
-        streams = embed_streams(self.embed_tokens[...], tokens, self.config.hc_mult)
-        note(record, "embedding", streams[:, :, 0])
+        table, M = self.embed_tokens[...], self.config.hc_mult
+        streams = embed_streams(table, tokens, streams=M, record=record)
         layers = zip(self.skeleton.layers, self.layers, strict=True)
         implementation = implementation or self.implementation
         streams = run_layers(layers, streams, mask, record, implementation)
@@ -175,8 +173,8 @@ class TextModel(nnx.Module):
             raise ValueError(f"tokens: expected the cache's {cache.batch} rows, got {len(tokens)}")
         tokens, first, stretch = _left_aligned(jnp.asarray(tokens), mask, cache.lengths)
         _check_room(stretch, cache.capacity)
-        streams = embed_streams(self.embed_tokens[...], tokens, self.config.hc_mult)
-        note(record, "embedding", streams[:, :, 0])
+        table, M = self.embed_tokens[...], self.config.hc_mult
+        streams = embed_streams(table, tokens, streams=M, record=record)
         selection: Selection | None = None
         states = []
         for plan, layer, state in zip(self.skeleton.layers, self.layers, cache.layers, strict=True):
@@ -309,10 +307,13 @@ def run_layers(
     return streams
 
 
-@functools.partial(jax.jit, static_argnames="streams")
-def embed_streams(table: jax.Array, tokens: Tokens, streams: int) -> Streams:
+@compiled("streams")
+def embed_streams(
+    table: jax.Array, tokens: Tokens, *, streams: int, record: Record | None
+) -> Streams:
     """The streams before the first layer: so many copies of each token's embedding."""
     x = embed(table, tokens)
+    note(record, "embedding", x)
     return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], streams, x.shape[2]))
 
 

@@ -16,7 +16,8 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.types import Activations, Mask, Record, Selection, note, scoped
+from glm5_jax.nn.record import Record, note, scoped
+from glm5_jax.nn.types import Activations, Mask, Selection
 
 
 class PlainLayer(nnx.Module):

@@ -25,17 +25,16 @@ from glm5_jax.layer import DecoderLayer, expert_outputs
 from glm5_jax.model import embed_streams, read_out, run_layers
 from glm5_jax.nn.ffn import Experts
 from glm5_jax.nn.params import Params, fill
+from glm5_jax.nn.record import Record
 from glm5_jax.nn.types import (
     Activations,
     GivenMask,
     Implementation,
     Logits,
     Mask,
-    Record,
     Selection,
     Streams,
     Tokens,
-    note,
 )
 from glm5_jax.skeleton import Skeleton, SkeletonLayer
 from glm5_jax.specs import Leaf
@@ -109,19 +108,19 @@ class LayerStream:
         `TextModel` takes.
         """
         tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
-        streams = self.embed(tokens)
-        note(record, "embedding", streams[:, :, 0])
+        streams = self.embed(tokens, record)
         with closing(self.layers()) as layers:
             streams = run_layers(layers, streams, mask, record, implementation)
         return self.read_out(streams, record)
 
-    def embed(self, tokens: Tokens) -> Streams:
+    def embed(self, tokens: Tokens, record: Record | None = None) -> Streams:
         """The streams before the first layer; only the rows of these tokens are read."""
-        rows, places = np.unique(np.asarray(tokens), return_inverse=True)
+        ids, places = np.unique(np.asarray(tokens), return_inverse=True)
         # As many rows as there are tokens, whichever occur twice: one compilation.
-        table = self._leaves.read("embed_tokens", rows.tolist(), room=places.size)
+        table = self._leaves.read("embed_tokens", ids.tolist(), room=places.size)
         places = places.reshape(np.shape(tokens)).astype(np.int32)
-        return embed_streams(jax.device_put(table["embed_tokens"]), places, self.config.hc_mult)
+        rows = jax.device_put(table["embed_tokens"])
+        return embed_streams(rows, places, streams=self.config.hc_mult, record=record)
 
     def layers(self) -> Generator[tuple[SkeletonLayer, StreamedLayer]]:
         """Every layer with its place in the skeleton, in order, the next one read meanwhile.

@@ -17,7 +17,8 @@ from glm5_jax.nn.linear import full_precision, linear
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, mask_padding
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.types import Activations, Mask, Record, Selection, note, wide
+from glm5_jax.nn.record import Record, note
+from glm5_jax.nn.types import Activations, Mask, Selection, wide
 
 # Queries whose scores are in memory at once; on a CPU a block of this size stays in its cache.
 QUERY_BLOCK = 128
@@ -157,22 +158,22 @@ class DSA(nnx.Module):
     ) -> tuple[Activations, Selection]:
         """Attend, and return the selection that was used, for the layers that share it.
 
-        Sites `latent`, those of the indexer, `selection`, `o` (before the output projection).
+        With a `selection` the indexer does not run. Sites `latent`, those of the indexer,
+        `selection`, `o` (before the output projection).
         """
         # A padded position may hold anything; its key is masked, but 0 · NaN would not be.
         x = mask_padding(x, mask)
         q, qr, latent = self._project(x)
-        if self.indexer is not None:
+        note(record, "latent", latent)
+        if selection is None and self.indexer is not None:
             selection = self.indexer(x, qr, mask, record)
         if selection is None:
             raise ValueError("a DSA layer that shares its selection was given none to share")
 
         k, v = expand_latent(latent, self.kv_b_proj[...], self.heads, self.nope)
         o = selected_attention(q, k, v, selection)
-        if record is not None:
-            record("latent", latent)
-            record("selection", selection)
-            record("o", o)
+        note(record, "selection", selection)
+        note(record, "o", o)
         return linear(o.reshape(*x.shape[:2], -1), self.o_proj[...]), selection
 
     def advance(

@@ -11,8 +11,9 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.nn.experts import apply_experts
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.record import Record, note, scoped
 from glm5_jax.nn.sums import sum_unrolled
-from glm5_jax.nn.types import Activations, Record, note, scoped, wide
+from glm5_jax.nn.types import Activations, wide
 
 
 def clamped_swiglu(
@@ -44,20 +45,20 @@ class Routing(NamedTuple):
     weights: Float[Array, "B T k"]
 
 
-def choose_experts(
-    biased: Float[Array, "*b E"], top_k: int, groups: int, top_groups: int
-) -> Int[Array, "*b k"]:
-    """The `top_k` experts by biased score, from the `top_groups` best of `groups` equal groups.
+def candidate_scores(
+    biased: Float[Array, "*b E"], groups: int, top_groups: int
+) -> Float[Array, "*b E"]:
+    """The biased scores of the experts in the `top_groups` best of `groups` equal groups.
 
-    A group scores the sum of its two best experts. Ties go to the lower index.
+    A group scores the sum of its two best experts. −inf for the experts of the other groups.
     """
-    if groups > 1:
-        grouped = biased.reshape(*biased.shape[:-1], groups, -1)
-        group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-        kept = jax.lax.top_k(group_scores, top_groups)[1]
-        is_kept = jnp.any(kept[..., None] == jnp.arange(groups), axis=-2)
-        biased = jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(biased.shape)
-    return jax.lax.top_k(biased, top_k)[1]
+    if groups == 1:
+        return biased
+    grouped = biased.reshape(*biased.shape[:-1], groups, -1)
+    group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    kept = jax.lax.top_k(group_scores, top_groups)[1]
+    is_kept = jnp.any(kept[..., None] == jnp.arange(groups), axis=-2)
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(biased.shape)
 
 
 def route(
@@ -69,18 +70,27 @@ def route(
     top_groups: int,
     normalize: bool,
     scaling: float,
+    record: Record | None = None,
 ) -> Routing:
     """Choose by `sigmoid(logits) + bias`, weigh by `sigmoid(logits)` alone, in float32.
 
-    The bias decides and never weighs. With `normalize`, the weights of a token are divided by
-    their sum (+ 1e-20); then all are multiplied by `scaling`.
+    The bias decides and never weighs. The `top_k` best candidates are chosen, ties going to the
+    lower index. With `normalize`, the weights of a token are divided by their sum (+ 1e-20); then
+    all are multiplied by `scaling`. Site `scores`: those that decide.
     """
     scores = jax.nn.sigmoid(logits)
-    experts = choose_experts(scores + bias.astype(scores.dtype), top_k, groups, top_groups)
+    candidates = candidate_scores(scores + bias.astype(scores.dtype), groups, top_groups)
+    note(record, "scores", candidates)
+    experts = jax.lax.top_k(candidates, top_k)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     return Routing(experts, weights * scaling)
+
+
+def router_logits(x: Float[Array, "*b X"], weight: Float[Array, "E X"]) -> Float[Array, "*b E"]:
+    """The logits of the experts, float32 in every model dtype: choices hang on their last bits."""
+    return linear_wide(x, weight)
 
 
 class Router(nnx.Module):
@@ -96,8 +106,9 @@ class Router(nnx.Module):
         self.bias = params("bias")
 
     def __call__(self, x: Activations, record: Record | None = None) -> Routing:
-        """Experts and weights of each token; sites `logits`, `experts`, `weights`."""
-        logits = linear_wide(x, self.weight[...])
+        """Experts and weights of each token; sites `logits`, `scores`, `experts`, `weights`."""
+        logits = router_logits(x, self.weight[...])
+        note(record, "logits", logits)
         routing = route(
             logits,
             self.bias[...],
@@ -106,11 +117,10 @@ class Router(nnx.Module):
             top_groups=self.top_groups,
             normalize=self.normalize,
             scaling=self.scaling,
+            record=record,
         )
-        if record is not None:
-            record("logits", logits)
-            record("experts", routing.experts)
-            record("weights", routing.weights)
+        note(record, "experts", routing.experts)
+        note(record, "weights", routing.weights)
         return routing
 
 

@@ -21,7 +21,8 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import layer_norm
 from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.types import Activations, Mask, Record, Selection, wide
+from glm5_jax.nn.record import Record, note
+from glm5_jax.nn.types import Activations, Mask, Selection, wide
 
 # Cached pools are scored for so many queries, and so many pools, at a time.
 QUERY_BLOCK = 128
@@ -34,14 +35,14 @@ class Span(NamedTuple):
     first: Int[Array, " B"]
     length: Int[Array, " B"]
 
-    @classmethod
-    def of(cls, mask: Mask) -> "Span":
-        """The span of a contiguous mask; an empty row has length 0."""
-        return cls(jnp.argmax(mask, axis=1), jnp.sum(mask, axis=1, dtype=jnp.int32))
-
     def seen(self, mask: Mask) -> Int[Array, "B T"]:
         """How many real tokens each token sees, itself included; 0 for padding."""
         return jnp.where(mask, jnp.arange(mask.shape[1]) - self.first[:, None] + 1, 0)
+
+
+def real_span(mask: Mask) -> Span:
+    """The span of a contiguous mask; an empty row has length 0."""
+    return Span(jnp.argmax(mask, axis=1), jnp.sum(mask, axis=1, dtype=jnp.int32))
 
 
 def pool_keys(
@@ -212,20 +213,23 @@ class Indexer(nnx.Module):
     def __call__(
         self, x: Activations, qr: Float[Array, "B T Rq"], mask: Mask, record: Record | None = None
     ) -> Selection:
-        """The selection of each query; sites `index_keys`, `pool_keys`, `index_scores`, `pools`."""
-        span, ape = Span.of(mask), self.ape[...]
+        """The selection of each query; sites `index_keys`, `pool_keys`, `index_scores`, `pools`.
+
+        The site `index_scores` has −inf for pools that a query cannot see.
+        """
+        span, ape = real_span(mask), self.ape[...]
         P = ape.shape[0]
         seen = span.seen(mask)
         queries, weights = self._queries(x, qr)
         keys, gates = self._keys(x)
         pooled = pool_keys(keys, gates, ape, span)
         scores = index_scores(queries, pooled, weights)
-        pools = select_pools(scores, visible_pools(seen, pooled.shape[1], P), self.top_k // P)
-        if record is not None:
-            record("index_keys", keys)
-            record("pool_keys", pooled)
-            record("index_scores", scores)
-            record("pools", pools)
+        visible = visible_pools(seen, pooled.shape[1], P)
+        pools = select_pools(scores, visible, self.top_k // P)
+        note(record, "index_keys", keys)
+        note(record, "pool_keys", pooled)
+        note(record, "index_scores", jnp.where(visible, scores, -jnp.inf))
+        note(record, "pools", pools)
         return select_tokens(pools, seen, span.first, P, self.top_k, self.tail)
 
     def advance(

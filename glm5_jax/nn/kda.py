@@ -9,10 +9,11 @@ from glm5_jax.cache import KDAState, Replay
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
-from glm5_jax.nn.padding import Stretch, mask_padding, shift_tokens
+from glm5_jax.nn.padding import Stretch, end_of_rows, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.quantized import Weight
-from glm5_jax.nn.types import Activations, Implementation, Mask, Record, wide
+from glm5_jax.nn.record import Record, note, wants
+from glm5_jax.nn.types import Activations, Implementation, Mask, wide
 from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
 
 
@@ -79,7 +80,7 @@ class KDA(nnx.Module):
         """Mix `x` over time. Tokens where `mask` is False enter neither conv nor state.
 
         Sites `q k v` (after the convolution), `g` (log-decay), `beta`, `state` (after the last
-        token), `o` (of the recurrence, which `implementation` runs).
+        real token), `o` (of the recurrence, which `implementation` runs).
         """
         x = mask_padding(x, mask)
         columns = [linear(x, projection[...]) for projection in self._projections()]
@@ -88,13 +89,16 @@ class KDA(nnx.Module):
             for h, taps in zip(columns, split_conv(self.conv[...]), strict=True)
         )
         g, beta = self._gates(x)
-        traced = record is not None
+        traced = wants(record, "state")
         o, state = chunk_kda(
-            *(q, k, v, g, beta), output_final_state=traced, implementation=implementation
+            *(q, k, v, g, beta),
+            output_final_state=traced,
+            lengths=end_of_rows(mask) if traced else None,
+            implementation=implementation,
         )
-        if record is not None and state is not None:
-            for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
-                record(name, value)
+        for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
+            if value is not None:
+                note(record, name, value)
         return self._output(x, o)
 
     def advance(

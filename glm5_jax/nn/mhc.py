@@ -17,8 +17,9 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.nn.linear import linear_wide
 from glm5_jax.nn.norms import normalize
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.record import Record
 from glm5_jax.nn.sums import sum_unrolled
-from glm5_jax.nn.types import Activations, Record, Streams, wide
+from glm5_jax.nn.types import Activations, Streams, wide
 
 
 class Coefficients(NamedTuple):

@@ -22,6 +22,11 @@ def mask_padding(x: Activations, mask: Mask) -> Activations:
     return jnp.where(mask[..., None], x, 0)
 
 
+def end_of_rows(mask: Mask) -> Int[Array, " B"]:
+    """The position after the last real token of each row; 0 where there is none."""
+    return jnp.max(jnp.where(mask, jnp.arange(mask.shape[1]) + 1, 0), axis=1)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stretch:

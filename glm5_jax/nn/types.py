@@ -6,10 +6,8 @@ HI and DI index heads and their dim, P tokens a pool, W selected tokens, M strea
 I expert width.
 """
 
-from collections.abc import Callable
 from typing import TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -24,10 +22,6 @@ GivenMask: TypeAlias = Shaped[Array | np.ndarray, "B T"]
 Selection: TypeAlias = Int[Array, "B T W"]
 Logits: TypeAlias = Float[Array, "B T Vo"]
 
-Record: TypeAlias = Callable[[str, jax.Array], None]
-"""Called with the name and the value of every trace site; None where nothing is traced."""
-
-
 Implementation: TypeAlias = str | tuple[str, ...] | None
 """Which implementation of an operation runs, by name; of several the first that can. None chooses.
 
@@ -38,16 +32,3 @@ For KDA: see `pallas_kernels.kda.chunk_kda`.
 def wide(dtype: DTypeLike) -> jnp.dtype:
     """The dtype of the float32 islands: float32, and float64 for a float64 model."""
     return jnp.promote_types(jnp.float32, dtype)
-
-
-def scoped(record: Record | None, scope: str) -> Record | None:
-    """`record` with `scope.` in front of every name."""
-    if record is None:
-        return None
-    return lambda name, value: record(f"{scope}.{name}", value)
-
-
-def note(record: Record | None, name: str, value: jax.Array) -> None:
-    """`record(name, value)`, where anything is traced."""
-    if record is not None:
-        record(name, value)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 import glm5_jax.model  # noqa: F401  every module whose steps can be replaced
 from glm5_jax.nn.dsa import expand_latent
-from glm5_jax.nn.ffn import Routing, choose_experts, clamped_swiglu, route
+from glm5_jax.nn.ffn import Routing, candidate_scores, clamped_swiglu, route
 from glm5_jax.nn.indexer import (
     Span,
     head_weights,
@@ -436,17 +436,16 @@ def router_softmax(logits, bias, **kwargs):
     return route(jnp.log(p) - jnp.log1p(-p), bias, **kwargs)
 
 
-@_instead_of(choose_experts)
-def expert_groups_ignored(biased, top_k, groups, top_groups):
+@_instead_of(candidate_scores)
+def expert_groups_ignored(biased, groups, top_groups):
     """Experts are chosen from all groups."""
-    return choose_experts(biased, top_k, 1, 1)
+    return biased
 
 
-@_instead_of(choose_experts)
-def groups_ranked_by_their_best_expert(biased, top_k, groups, top_groups):
+@_instead_of(candidate_scores)
+def groups_ranked_by_their_best_expert(biased, groups, top_groups):
     """A group is scored by one expert and not by two."""
     grouped = biased.reshape(*biased.shape[:-1], groups, -1)
     kept = jax.lax.top_k(jnp.max(grouped, axis=-1), top_groups)[1]
     is_kept = jnp.any(kept[..., None] == jnp.arange(groups), axis=-2)
-    masked = jnp.where(is_kept[..., None], grouped, -jnp.inf)
-    return jax.lax.top_k(masked.reshape(biased.shape), top_k)[1]
+    return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(biased.shape)

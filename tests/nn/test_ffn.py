@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from glm5_jax.nn import ffn
-from glm5_jax.nn.ffn import choose_experts, clamped_swiglu
+from glm5_jax.nn.ffn import candidate_scores, clamped_swiglu
 
 route = jax.jit(
     ffn.route, static_argnames=("top_k", "groups", "top_groups", "normalize", "scaling")
@@ -143,20 +143,24 @@ def test_ties_between_experts_go_to_the_lower_index():
 def test_groups_are_ranked_by_the_sum_of_their_best_two():
     # Group 0 has the best expert, group 1 the best pair, group 2 the largest total.
     biased = jnp.asarray([[0.9, 0.1, 0.1, 0.6, 0.7, 0.1, 0.5, 0.5, 0.5]])
-    experts = choose_experts(biased, 2, 3, 1)
-    np.testing.assert_array_equal(experts, [[4, 3]])
+    group = [[-np.inf] * 3 + [0.6, 0.7, 0.1] + [-np.inf] * 3]
+    np.testing.assert_array_equal(candidate_scores(biased, 3, 1), group)
 
 
 def test_only_experts_of_the_best_groups_are_chosen():
-    biased = jnp.asarray([[0.9, 0.1, 0.8, 0.7, 0.6, 0.65]])
-    np.testing.assert_array_equal(choose_experts(biased, 3, 3, 2), [[2, 3, 5]])
-    np.testing.assert_array_equal(choose_experts(biased, 3, 1, 1), [[0, 2, 3]])
+    bias = [0.9, 0.1, 0.8, 0.7, 0.6, 0.65]
+    chosen = [
+        routing([[0.0] * 6], bias, top_k=3, groups=groups, top_groups=kept).experts
+        for groups, kept in ((3, 2), (1, 1))
+    ]
+    np.testing.assert_array_equal(chosen, [[[2, 3, 5]], [[0, 2, 3]]])
 
 
 def test_negative_scores_of_a_best_group_outrank_other_groups():
     # Experts outside are −inf, not 0, which would beat a negative score.
-    biased = jnp.asarray([[-0.1, -0.2, -0.9, -0.8]])
-    np.testing.assert_array_equal(choose_experts(biased, 2, 2, 1), [[0, 1]])
+    # −0.6 and −0.7 after the sigmoid's half, group 1 has −1.4 and −1.3.
+    experts, _ = routing([[0.0] * 4], [-1.1, -1.2, -1.9, -1.8], groups=2, top_groups=1)
+    np.testing.assert_array_equal(experts, [[0, 1]])
 
 
 # ---- the mixture

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from glm5_jax.nn import indexer
-from glm5_jax.nn.indexer import Span, head_weights, visible_pools
+from glm5_jax.nn.indexer import head_weights, real_span, visible_pools
 
 # Compiled whole: cheaper than one compilation for each of their operations.
 pool_keys = jax.jit(indexer.pool_keys)
@@ -21,7 +21,7 @@ def one_row(first, real, length):
     """The mask and span of one row with `real` tokens from `first` on."""
     position = np.arange(length)
     mask = jnp.asarray((position >= first) & (position < first + real))[None]
-    return mask, Span.of(mask)
+    return mask, real_span(mask)
 
 
 def chosen_tokens(selection):

@@ -211,7 +211,8 @@ def trace(outside_jit):
 def test_one_jit_gives_the_logits_of_layer_by_layer_with_a_trace(
     logits, small, tokens, mask, outside_jit
 ):
-    np.testing.assert_allclose(outside_jit.logits, logits(small.model, tokens, mask), atol=1e-12)
+    plain = logits(small.model, tokens, mask)
+    np.testing.assert_allclose(outside_jit.logits[mask], plain[mask], atol=1e-12)
     np.testing.assert_array_equal(outside_jit.logits, outside_jit.sites["final.head"])
 
 
