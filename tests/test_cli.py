@@ -104,6 +104,17 @@ def test_convert_refuses_an_existing_destination_and_force_replaces_it(
     assert status == 1 and "config.json" in out
 
 
+def test_export_gives_back_what_was_converted(run, tiny, tmp_path):
+    assert run("convert", tiny, tmp_path / "orbax")[0] == 0
+    status, out, _ = run("export", tmp_path / "orbax", tmp_path / "back", "--shard-size", "500KB")
+    assert status == 0 and "444 tensors in 4 files" in out
+    status, out, _ = run("export", tmp_path / "orbax", tmp_path / "native", "--naming", "native")
+    assert status == 0 and "naming native" in out
+    assert run("audit", tmp_path / "back")[0] == run("audit", tmp_path / "native")[0] == 0
+    status, _, err = run("export", tmp_path / "orbax", tmp_path / "back")
+    assert_one_line(status, err, "back", "exists already")
+
+
 def test_forward_writes_the_logits_that_the_model_gives(run, tiny, tmp_path):
     import glm5_jax as glm
 
@@ -249,7 +260,11 @@ def test_make_tiny_in_a_quantised_layout_is_audited_as_one(run, tmp_path):
         (["forward", "{tiny}", "--tokens-file", "{tiny}/none.txt"], "none.txt"),
         (["forward", "{tiny}", "--tokens", "1", "--dtype", "float16"], "float16"),
         (["convert", "{tiny}", "{tiny}/inside"], "inside"),
-        (["verify", "{tiny}"], "tiny"),
+        (["verify", "{tiny}"], "glm5-jax convert"),
+        (["export", "{tiny}", "/tmp/never-made"], "glm5-jax convert"),
+        (["export", "{tiny}", "/tmp/never-made", "--shard-size", "5XB"], "5XB"),
+        (["export", "{tiny}", "/tmp/never-made", "--naming", "mine"], "mine"),
+        (["make-tiny", "/dev/null/tiny"], "/dev/null: "),
         (["budget", "/nowhere.json"], "/nowhere.json"),
         (["make-tiny", "/tmp/never-made", "--naming", "mine"], "mine"),
         (["bench", "nothing"], "nothing"),

@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from glm5_jax import CheckpointError, load_config
+from glm5_jax.checkpoint import items
 from glm5_jax.checkpoint.audit import audit
 from glm5_jax.checkpoint.convert import convert
+from glm5_jax.checkpoint.database import open_array, pieces_of
 from glm5_jax.checkpoint.export import export
 from glm5_jax.checkpoint.ledger import LEDGER, read_ledger
 from glm5_jax.checkpoint.manifest import write_manifest
@@ -108,6 +110,16 @@ def test_plain_orbax_restores_the_bytes_of_the_safetensors_files(plain, tiny, st
     assert len(vision) == 39
     for name, array in vision.items():
         expect(f"passthrough|{name}", array)
+
+
+def test_plain_orbax_restores_arrays_of_many_chunks(tmp_path, tiny, plain, monkeypatch):
+    monkeypatch.setattr(items, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(items, "EXPERT_BYTES", 1000)
+    convert(tiny(), tmp_path / "out")
+    array = open_array(tmp_path / "out", "layers.1.ffn.experts.up_proj").result()
+    assert array.chunk_layout.read_chunk.shape == (1, 40, 48)
+    assert len(pieces_of(open_array(tmp_path / "out", "embed_tokens").result())) == 23
+    assert restore_plainly(tmp_path / "out", tmp_path) == plain
 
 
 @pytest.mark.parametrize(
