@@ -6,13 +6,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, choose
-from pallas_kernels.sparse_mla import reference, xla
+from pallas_kernels.sparse_mla import mosaic_gpu, reference, xla
 
 # In order of preference: None takes the first that can run.
 #
-# `run(q, kv, indices, *, scale)` returns out and the log-sum-exp, in float32 or wider. The inputs
+# `run(q, kv, indices, *, scale)` returns out, and the log-sum-exp in float32 or wider. The inputs
 # are checked; kv is [B, S, R] or [slots, R]. `supports(q, kv, indices)` sees the same arrays.
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "mosaic_gpu": Implementation(mosaic_gpu.attend, mosaic_gpu.supports),
     "xla": Implementation(xla.attend),
     "reference": Implementation(reference.attend),
 }

@@ -1,10 +1,15 @@
-"""What the implementations in plain JAX share: their dtype, and the gather.
+"""What the implementations share: their dtype, the gather in plain JAX, the GPU kernel's sizes.
 
 Dimensions: B batch, T query tokens, A heads, R latent width, S rows of the cache, W selected rows.
 """
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+# Of the GPU kernel.
+HEADS = 64  # of a block, the rows of one wgmma; where there are fewer, zeros
+TILE = 64  # rows of the cache at a time
+WIDTH = 512  # of a row
 
 
 def compute_dtype(*arrays: Array) -> jnp.dtype:

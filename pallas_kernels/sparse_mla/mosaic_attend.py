@@ -5,11 +5,11 @@ A block for each token and part, of three warpgroups. The third gathers rows int
 
     s = scale · log2 e · q tileᵀ,  −∞ at holes         [64, 64]
     m' = max(m, max s);  p = 2^(s − m');  shrink = 2^(m − m')
-    l ← shrink · l + Σ p;  o ← shrink · o + p tile;  m ← m'
+    total ← shrink · total + Σ p;  o ← shrink · o + p tile;  m ← m'
 
 The first computes all of it but for the right half of o, 256 columns, which the second does from
-the p and shrink that the first leaves in shared memory. At the end o / l, and ln of the sum of
-the part's exponentials. Without any row m stays at a finite −1e30 and l at zero: out is zero.
+the p and shrink that the first leaves in shared memory. At the end o / total, and ln of the sum of
+the part's exponentials. Without any row m stays at a finite −1e30 and total at zero: out is zero.
 
 Rounded to bfloat16: p where it enters a product, and out where its dtype is that.
 """
@@ -25,7 +25,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.mosaic_common import (
     COLUMNS,
     ROWS,
-    WGMMA,
     accumulate,
     by_column,
     by_row,
@@ -36,13 +35,11 @@ from pallas_kernels.mosaic_common import (
     tiled,
     zeros,
 )
+from pallas_kernels.sparse_mla.base import HEADS, TILE, WIDTH
 from pallas_kernels.sparse_mla.mosaic_gather import arrived, gather
 
-HEADS = 64  # the rows of one wgmma
-WIDTH = 512
-HALF = 256  # columns of an accumulator: with it, s and p fill a thread's registers
-TILE = 64
-STAGES = 2
+HALF = WIDTH // 2  # columns of an accumulator: with it, s and p fill a thread's registers
+STAGES = 2  # tiles in shared memory at a time
 LEAST = -1e30  # what a maximum starts from; finite, so that an empty tile leaves no NaN
 
 
@@ -126,7 +123,7 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
         plgpu.barrier_wait(q_loaded)
 
         def step(t, carry):
-            m, l, o = carry
+            m, total, o = carry
             slot = lax.rem(t, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
 
@@ -141,22 +138,22 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
             top = jnp.maximum(m, jnp.max(s, axis=1))
             shrink = jnp.exp2(m - top)
             p = jnp.exp2(s - by_row(top, (HEADS, TILE)))
-            l = l * shrink + jnp.sum(p, axis=1)
+            total = total * shrink + jnp.sum(p, axis=1)
             # Both warpgroups are through with the slot's last p: else it could not be full again.
             shrinks[slot] = shrink
             p_tiles[slot] = p.astype(p_tiles.dtype)
             plgpu.commit_smem()
             plgpu.barrier_arrive(weighed.at[slot])
-            return top, l, add_rows(o, shrink, slot, left)
+            return top, total, add_rows(o, shrink, slot, left)
 
         empty_rows = [plgpu.layout_cast(jnp.full((HEADS,), x, f32), ROWS) for x in (LEAST, 0.0)]
-        m, l, o = lax.fori_loop(
+        m, total, o = lax.fori_loop(
             jnp.int32(0), jnp.int32(tiles), step, (*empty_rows, zeros(HEADS, HALF))
         )
-        factor = jnp.where(l > 0, 1 / l, 0.0)
+        factor = jnp.where(total > 0, 1 / total, 0.0)
         inverse[...] = factor
         plgpu.barrier_arrive(summed)
-        lse[token, part] = m * math.log(2) + jnp.log(l)
+        lse[token, part] = m * math.log(2) + jnp.log(total)
         out[token, part, :, left] = (o * by_row(factor, o.shape)).astype(out.dtype)
         finish()
 

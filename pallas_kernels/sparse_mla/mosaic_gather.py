@@ -9,32 +9,37 @@ A hole is a copy of no bytes: the hardware writes zeros and reads nothing.
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels.mosaic_common import bf16, mgpu, plgpu
+from pallas_kernels.sparse_mla.base import TILE, WIDTH
 
-ROWS = 64  # of a tile; the rows of one wgmma
-COLUMNS = 512
 THREADS = 128
-
 PIECE = 16  # bytes
 PASSES = 4  # 16 rows at a time, eight threads for each
 BANDS = 8  # 64 columns at a time
 
-_ROWS_OF_PASS = ROWS // PASSES
-_TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+ROW_BYTES = 2 * WIDTH
+BAND_BYTES = ROW_BYTES // BANDS
+GROUP = 8  # rows whose bands lie together
+GROUP_BYTES = GROUP * ROW_BYTES
+_TRANSFORMS = (plgpu.TilingTransform((GROUP, BAND_BYTES // 2)), plgpu.SwizzleTransform(BAND_BYTES))
 
 
 def first_piece(thread: Any) -> tuple[Any, Any, Any]:
     """The row, the byte in the row and the byte in the tile of a thread's first piece."""
     row, piece = thread >> 3, thread & 7
-    swizzled = piece ^ (row & 7)
-    return row, piece * PIECE, (row >> 3) * 8192 + (row & 7) * 128 + swizzled * PIECE
+    in_group, swizzled = row & 7, (piece ^ row) & 7
+    return (
+        row,
+        piece * PIECE,
+        (row >> 3) * GROUP_BYTES + in_group * BAND_BYTES + swizzled * PIECE,
+    )
 
 
-def next_pieces(number: int, band: int) -> tuple[int, int, int]:
-    """What a thread adds to the three in pass `number` and in columns 64 · `band` and on."""
-    return number * _ROWS_OF_PASS, band * 128, number * 16384 + band * 1024
+def further_piece(number: int, band: int) -> tuple[int, int, int]:
+    """What to add to the three for the piece of pass `number` and of columns 64 · `band` on."""
+    rows = number * (TILE // PASSES)
+    return rows, band * BAND_BYTES, rows * ROW_BYTES + band * GROUP * BAND_BYTES
 
 
 def gather(kv: Any, indices: Any, tile: Any, *, interpret: bool) -> None:
@@ -54,39 +59,37 @@ def gather(kv: Any, indices: Any, tile: Any, *, interpret: bool) -> None:
     )
     def copy(_, kv, indices, tile):
         utils, ir = mgpu.utils, mgpu.utils.ir
-        i32, i64, index_type = (
-            ir.IntegerType.get_signless(32),
-            ir.IntegerType.get_signless(64),
-            ir.IndexType.get(),
-        )
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
 
         def number(x):
+            x = utils.c(x, i32) if isinstance(x, int) else x
             return mgpu.FragmentedArray.splat(x, (), is_signed=False)
 
-        thread = number(utils.thread_idx()) & (THREADS - 1)
-        row, byte, place = (x.registers.item() for x in first_piece(thread))
-        source = utils.getelementptr(utils.memref_ptr(kv), [byte], utils.ir.IntegerType.get_signless(8))
-        target = utils.getelementptr(utils.memref_ptr(tile), [place], utils.ir.IntegerType.get_signless(8))
-        row = utils.arith.index_castui(index_type, row)
+        def value(x):
+            return x.registers.item()
+
+        def plus(pointer, offset):
+            return utils.getelementptr(pointer, [offset], ir.IntegerType.get_signless(8))
+
+        row, byte, place = first_piece(number(utils.thread_idx()) & (THREADS - 1))
+        source, target = plus(utils.memref_ptr(kv), value(byte)), utils.memref_ptr(tile)
+        target = plus(target, value(place))
         for i in range(PASSES):
-            add, _, _ = next_pieces(i, 0)
-            at = utils.arith.addi(row, utils.c(add, index_type))
+            rows, _, _ = further_piece(i, 0)
+            at = utils.arith.index_castui(ir.IndexType.get(), value(row + rows))
             index = number(utils.memref.load(indices, [at]))
-            there = index < S  # unsigned, so that no negative one is
-            count = there.select(number(utils.c(PIECE, i32)), number(utils.c(0, i32)))
-            safe = there.select(index, number(utils.c(0, i32)))
-            offset = utils.arith.muli(
-                utils.arith.extui(i64, safe.registers.item()), utils.c(2 * COLUMNS, i64)
-            )
-            start = utils.getelementptr(source, [offset], utils.ir.IntegerType.get_signless(8))
+            there = index < S  # as an unsigned number, so that no negative one is
+            index, size = there.select(index, number(0)), there.select(number(PIECE), number(0))
+            offset = utils.arith.extui(i64, value(index))
+            start = plus(source, utils.arith.muli(offset, utils.c(ROW_BYTES, i64)))
             for band in range(BANDS):
-                _, from_byte, to_byte = next_pieces(i, band)
+                _, from_byte, to_byte = further_piece(i, band)
                 utils.inline_ptx(
                     "cp.async.cg.shared.global.L2::128B "
                     f"[$0 + {to_byte}], [$1 + {from_byte}], {PIECE}, $2;",
                     target,
                     start,
-                    count.registers.item(),
+                    value(size),
                     has_side_effects=True,
                 )
         utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
