@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from .checkpoint.tiny import make_tiny
     from .checkpoint.verify import verify
     from .config import ModelConfig, load_config
-    from .errors import CheckpointError, ConfigError
+    from .errors import CheckpointError, ConfigError, TraceError
     from .generation import generate
     from .model import TextModel, load
+    from .numerics.trace import Trace
+    from .numerics.tracing import trace
     from .skeleton import Skeleton
     from .streaming import LayerStream, stream_layers
 
@@ -31,6 +33,8 @@ _HOME = {
     "ModelConfig": "config",
     "Skeleton": "skeleton",
     "TextModel": "model",
+    "Trace": "numerics.trace",
+    "TraceError": "errors",
     "audit": "checkpoint.audit",
     "convert": "checkpoint.convert",
     "export": "checkpoint.export",
@@ -41,6 +45,7 @@ _HOME = {
     "parameter_budget": "budget",
     "state_budget": "budget",
     "stream_layers": "streaming",
+    "trace": "numerics.tracing",
     "verify": "checkpoint.verify",
 }
 
@@ -51,6 +56,8 @@ __all__ = [
     "ModelConfig",
     "Skeleton",
     "TextModel",
+    "Trace",
+    "TraceError",
     "__version__",
     "audit",
     "convert",
@@ -62,6 +69,7 @@ __all__ = [
     "parameter_budget",
     "state_budget",
     "stream_layers",
+    "trace",
     "verify",
 ]
 

@@ -96,6 +96,11 @@ class TextModel(nnx.Module):
             raise ValueError(f"no parameter of the model is called {sorted(remaining)[0]}")
         return model
 
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the activations, which is the embedding's."""
+        return self.embed_tokens[...].dtype
+
     def __call__(
         self,
         tokens: Tokens,
@@ -137,8 +142,7 @@ class TextModel(nnx.Module):
         Raises:
             ValueError: no row, no capacity, or a negative rewind.
         """
-        dtype = self.embed_tokens[...].dtype
-        return empty_cache(self.config, batch, capacity, rewind, dtype, self.mtp is not None)
+        return empty_cache(self.config, batch, capacity, rewind, self.dtype, self.mtp is not None)
 
     def advance(
         self,

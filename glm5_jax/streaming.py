@@ -90,6 +90,11 @@ class LayerStream:
         self._progress = progress
 
     @property
+    def dtype(self) -> np.dtype:
+        """That of the activations, which is the embedding's."""
+        return self._leaves.dtype_of("embed_tokens")
+
+    @property
     def bytes_read(self) -> int:
         """Bytes of weights that were read so far."""
         return self._leaves.bytes_read

@@ -89,6 +89,13 @@ _MOE = {
     "ffn.moe": Site("B T X"),
 }
 
+# Sites without a token axis, by their last name, which belongs to no other site.
+OFF_TOKENS = {
+    name.rpartition(".")[2]: site.axes
+    for name, site in (_KDA | _INDEXER).items()
+    if not site.axes.startswith("B T")
+}
+
 
 def sites_of(skeleton: Skeleton) -> dict[str, Site]:
     """Every site of a model, in the order in which they happen."""
