@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from glm5_jax.cache import Cache
+from glm5_jax.cache import Cache, empty_cache
 from glm5_jax.drafts import Pairs, speculate, write_pairs
 from glm5_jax.inputs import checked_inputs
 from glm5_jax.model import TextModel, head_logits
@@ -213,8 +213,10 @@ def begin(
     lengths = np.array([len(row) for row in prompts], np.int32)
     widths = _chunk_widths(max(map(len, prompts)))
     tokens = right_padded(prompts, sum(widths) + 1)
-    cache = model.init_cache(len(prompts), capacity, rewind=drafts)
-    last = jnp.zeros((len(prompts), model.config.hidden_size), model.embed_tokens[...].dtype)
+    dtype = model.embed_tokens[...].dtype
+    # Without drafts nothing asks the MTP head, loaded or not: it gets no cache.
+    cache = empty_cache(model.config, len(prompts), capacity, drafts, dtype, mtp=drafts > 0)
+    last = jnp.zeros((len(prompts), model.config.hidden_size), dtype)
     start = 0
     for width in widths:
         end = start + width
@@ -348,7 +350,6 @@ def _prompt_rows(
     tokens: Tokens | Sequence[Sequence[int]], mask: GivenMask | None, vocab_size: int
 ) -> list[np.ndarray]:
     """The real tokens of each row."""
-    # Masks of ones are NumPy's here: JAX would compile one for every length.
     if isinstance(tokens, Sequence):
         if mask is not None:
             raise ValueError("mask: expected none beside a list of prompts, which has no padding")
@@ -361,10 +362,8 @@ def _prompt_rows(
                 )
         if not rows:
             raise ValueError("tokens: expected a prompt, got an empty list")
-        ids = np.concatenate(rows)[None]
-        checked_inputs(ids, np.ones(ids.shape, bool), vocab_size)
+        checked_inputs(np.concatenate(rows)[None], None, vocab_size)
         return rows
-    mask = np.ones(np.shape(tokens), bool) if mask is None else mask
     ids, real = (np.asarray(x) for x in checked_inputs(tokens, mask, vocab_size))
     rows = [row[kept] for row, kept in zip(ids, real, strict=True)]
     for i, row in enumerate(rows):

@@ -10,6 +10,8 @@ from glm5_jax.nn.types import GivenMask, Mask, Tokens
 def checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> tuple[Tokens, Mask]:
     """Tokens [B, T] and their mask, all true where none is given.
 
+    A mask that is not an array of JAX's stays NumPy's: JAX would compile one for every length.
+
     Raises ValueError for another shape or type, a token outside the vocabulary, and a mask of other
     values than 0 and 1 or with a hole in a row.
     """
@@ -26,7 +28,7 @@ def checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> t
                 f"tokens: expected ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}"
             )
     if mask is None:
-        return tokens, jnp.ones(tokens.shape, bool)
+        return tokens, np.ones(tokens.shape, bool)
     if not isinstance(mask, jax.Array):
         mask = np.asarray(mask)
     if mask.shape != tokens.shape:
@@ -39,4 +41,4 @@ def checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> t
         holes = np.flatnonzero(starts.sum(axis=1) > 1)
         if holes.size:
             raise ValueError(f"mask: the real tokens of row {holes[0]} are not contiguous")
-    return tokens, jnp.asarray(mask, bool)
+    return tokens, mask.astype(bool)

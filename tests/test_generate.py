@@ -130,6 +130,12 @@ def test_a_long_prompt_in_chunks_is_one_prompt(model, prompts, greedy, monkeypat
     assert generate(model, prompts, draft_tokens=1, **GREEDY).rows == greedy.rows
 
 
+def test_without_drafts_the_head_has_no_cache(model, prompts, greedy):
+    running = generation.begin(model, prompts, 32, None)
+    assert model.mtp is not None and running.cache.mtp is None is running.cache.mtp_lengths
+    np.testing.assert_array_equal(running.newest, [row[0] for row in greedy.rows])
+
+
 def test_the_head_drafts_from_the_whole_prompt(model, prompts, monkeypatch):
     monkeypatch.setattr(generation, "PREFILL_WIDTHS", (16,))
     running = generation.begin(model, prompts, 32, None, drafts=1)

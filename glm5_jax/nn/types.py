@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 Activations: TypeAlias = Float[Array, "B T X"]
 Streams: TypeAlias = Float[Array, "B T M X"]
-Mask: TypeAlias = Bool[Array, "B T"]
+Mask: TypeAlias = Bool[Array | np.ndarray, "B T"]
 Tokens: TypeAlias = Int[Array | np.ndarray, "B T"]
 GivenMask: TypeAlias = Shaped[Array | np.ndarray, "B T"]
 """What users pass: of booleans or of 0 and 1."""

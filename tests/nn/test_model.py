@@ -10,6 +10,7 @@ import pytest
 from glm5_jax import layer as layer_file
 from glm5_jax.checkpoint.tiny import packaged_config
 from glm5_jax.config import load_config
+from glm5_jax.inputs import checked_inputs
 from glm5_jax.model import TextModel, read_out
 from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.params import Params
@@ -314,6 +315,20 @@ def test_what_is_no_batch_of_tokens_is_refused(small, tokens, came):
 def test_mask_of_other_values_than_0_and_1_is_refused(small):
     with pytest.raises(ValueError, match="1 for real tokens and 0 for padding"):
         small.model(np.zeros((1, 3), int), np.array([[0.5, 1, 1]]))
+
+
+def test_checking_inputs_of_a_new_length_compiles_nothing():
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "compile" in event else None
+    )
+    try:
+        for length, given in ((1201, None), (1202, np.ones((2, 1202), int))):
+            _, mask = checked_inputs(np.zeros((2, length), int), given, 5)
+            assert mask.dtype == bool and mask.shape == (2, length) and mask.all()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert not compiled
 
 
 def test_token_outside_the_vocabulary_is_nan_under_jit_where_it_cannot_be_refused(small):
