@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, ConfigError, TraceError
     from .generation import generate
     from .model import TextModel, load
+    from .numerics.compare import compare
     from .numerics.trace import Trace
     from .numerics.tracing import trace
     from .skeleton import Skeleton
@@ -36,6 +37,7 @@ _HOME = {
     "Trace": "numerics.trace",
     "TraceError": "errors",
     "audit": "checkpoint.audit",
+    "compare": "numerics.compare",
     "convert": "checkpoint.convert",
     "export": "checkpoint.export",
     "generate": "generation",
@@ -60,6 +62,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "audit",
+    "compare",
     "convert",
     "export",
     "generate",

@@ -26,7 +26,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from glm5_jax.errors import CheckpointError, ConfigError
+from glm5_jax import cli_numerics
+from glm5_jax.errors import CheckpointError, ConfigError, TraceError
 from glm5_jax.specs import Naming
 
 app = typer.Typer(
@@ -389,6 +390,9 @@ def _bench_kda_kernels(repeats: int, target: str | None, run: bool) -> None:
     raise typer.Exit(0 if good else 1)
 
 
+app.command()(cli_numerics.compare)
+
+
 @app.command()
 def demo(
     out: Annotated[
@@ -470,7 +474,7 @@ def main() -> None:
     """Entry point: bad input is one line on stderr and exit status 2."""
     try:
         app()
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:

@@ -191,7 +191,7 @@ class _Walk:
             )
         if node.tail == "attn.state":
             error = array_error(x[:, None], y[:, None], valid)
-            error = replace(error, worst=(error.worst[0], *error.worst[2:]))
+            error = replace(error, worst=(*error.worst[:1], *error.worst[2:]))
         else:
             error = array_error(x, y, valid)
         return replace(

@@ -116,7 +116,7 @@ def judge(
     scale = max((float(np.abs(s[candidates]).max(initial=0)) for s in known), default=0.0) or 1.0
     gaps = [shortfall(s, c, candidates, groups) for s in known for c in chosen]
     if len(known) == 2:
-        apart = float(np.abs(known[0] - known[1])[candidates].max(initial=0))
+        apart = float(np.abs(known[0][candidates] - known[1][candidates]).max(initial=0))
         moved = 2 * apart / scale + 8 * roundoff
     else:
         moved = 2 * expected

@@ -73,7 +73,7 @@ def array_error(a: np.ndarray, b: np.ndarray, valid: np.ndarray) -> SiteError:
         max_abs=float(top.max(initial=0)),
         relative_l2=_ratio(float(dd.sum()), float(max(aa.sum(), bb.sum()))),
         cosine=_cosine(float(ab.sum()), float(aa.sum()), float(bb.sum())),
-        worst=(*divmod(row, m), *map(int, inside)) if a.size else (),
+        worst=(*divmod(row, m), *map(int, inside)) if top.max(initial=0) else (),
         positions=positions.reshape(n, m),
         weights=weights.reshape(n, m),
         nonfinite=nonfinite,

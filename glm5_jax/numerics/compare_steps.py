@@ -158,10 +158,15 @@ _PLACES = {tail: float(place) for place, tail in enumerate(ORDER)}
 _PLACES["attn.o"] = _PLACES["attn.kda"] - 0.5
 
 
+def place(tail: str) -> float:
+    """Where a site stands within a layer."""
+    return _PLACES.get(tail, len(ORDER))
+
+
 def _place(name: str) -> tuple[float, float]:
     layer, tail = split_name(name)
     if layer is not None:
-        return layer, _PLACES.get(tail, len(ORDER))
+        return layer, place(tail)
     if name == "embedding":
         return -1, 0
     return float("inf"), ("final.mean", "final.norm", "final.head", name).index(name)

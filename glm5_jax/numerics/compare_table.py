@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -98,6 +100,42 @@ class Comparison:
             if row.layer is not None:
                 found.setdefault(row.layer, []).append(row)
         return tuple(_summary(layer, rows) for layer, rows in sorted(found.items()))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, color: bool = False) -> str:
+        """For a terminal: a sentence, the layers, the sites of the one that parts first."""
+        from .report import to_text
+
+        return to_text(self, color=color)
+
+    def to_json(self) -> str:
+        """All of it; NaN and infinities are null."""
+        from .report import to_json
+
+        return to_json(self)
+
+    def to_html(self) -> str:
+        """A page that stands alone: no network, no script."""
+        from .report_html import to_html
+
+        return to_html(self)
+
+    def write_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write `to_html` to a file, whole or not at all."""
+        from .report_html import write_html
+
+        return write_html(self, path)
+
+    def write_plots(self, directory: str | os.PathLike[str]) -> list[Path]:
+        """Write `errors.png` and, where there are logits, `logits.png`, into a directory.
+
+        Raises TraceError: matplotlib is not installed.
+        """
+        from .report_plots import write_plots
+
+        return write_plots(self, directory)
 
 
 def _summary(layer: int, rows: list[Row]) -> LayerSummary:
