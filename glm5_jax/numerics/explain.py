@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,16 +83,18 @@ def explain(
     model: TextModel,
     trace: Trace | str | os.PathLike[str],
     other: Trace | str | os.PathLike[str],
+    site: str | None = None,
 ) -> Explanation:
     """Find the known mistake that makes `other` part from `trace`, a trace of our `model`.
 
     `other` has full arrays. What a part of the model reads is taken from it; what it lacks is
     computed by ours from what it has, in the worst case from the tokens. So a trace of the layers
-    in question, or of every layer's streams, is enough.
+    in question, or of every layer's streams, is enough. `site` is where to look instead of where
+    they part first; what comes before it is looked at too, as far back as its numbers are right.
 
     Raises:
         TraceError: a file is no trace, the two cannot be compared, `other` has stats only, or is of
-            another model.
+            another model; or no site is called `site`.
     """
     trace, other = (t if isinstance(t, Trace) else Trace.load(t) for t in (trace, other))
     if other.reduce != "full":
@@ -102,11 +105,13 @@ def explain(
     ours = replace(model.config, vision=None).dims
     if other.skeleton.layers != model.skeleton.layers or other.config.dims != ours:
         raise TraceError("the other trace is of another model than the one that was given")
-    row = compare(trace, other).first_divergence
-    if row is None:
-        return Explanation(None)
+    if site is None:
+        row = compare(trace, other).first_divergence
+        if row is None:
+            return Explanation(None)
+        site = row.name
     with jax.enable_x64(True):
-        return _Search(model, other).explain(row.name)
+        return _Search(model, other).explain(site)
 
 
 class _Search:
@@ -119,9 +124,11 @@ class _Search:
 
     def explain(self, divergence: str) -> Explanation:
         """The first part before or at the divergence, going back, that is not as the other's."""
-        last = self.given_by[self._canonical(divergence)]
+        last = self.given_by.get(self._canonical(divergence))
+        if last is None:
+            raise TraceError(f"no site of this model is called {divergence!r}; see FORMAT.md")
         for i in range(last, -1, -1):
-            if any(site in self.other for site in self.parts[i].gives):
+            if self.recorded.keys() & set(self.parts[i].gives):
                 found = self._judge(divergence, self._stretch(i))
                 if found is not None:
                     return found
@@ -143,7 +150,7 @@ class _Search:
         eps = float(jnp.finfo(wide(self.dtype)).eps)
         share = eps / float(jnp.finfo(wide(rounding)).eps)
         gives = [site for part in stretch for site in part.gives]
-        fit = Fit(self.other, gives, exact, rounded, eps, share)
+        fit = Fit(self.other, self.recorded, gives, exact, rounded, eps, share)
         misfits = fit.misfits(exact)
         if max(misfits.values()) <= 1:
             return None
@@ -193,6 +200,6 @@ class _Search:
     @staticmethod
     def _canonical(site: str) -> str:
         """The name that `parts_of` has for a site."""
-        _, _, rest = site.partition(".")
-        layer, _, tail = rest.partition(".")
-        return f"layers.{int(layer) - 1}.ffn.expand" if tail == "in" and layer != "0" else site
+        after = re.fullmatch(r"layers\.(\d+)\.in", site)
+        i = int(after[1]) if after else 0
+        return f"layers.{i - 1}.ffn.expand" if i else site

@@ -18,9 +18,9 @@ Sites = Mapping[str, Any]
 
 
 class Fit:
-    """The numbers of a trace, and how far from them rounding alone leads.
+    """The `numbers` of a trace, and how far from them rounding alone leads.
 
-    names: the sites that are compared, where the trace has them. exact, rounded: what our model
+    names: the sites that are compared, where there are numbers. exact, rounded: what our model
     makes of the trace's own inputs, in float64 and in a dtype like the trace's; `share` is the part
     of their difference that the trace's dtype would make.
     """
@@ -28,14 +28,15 @@ class Fit:
     def __init__(
         self,
         trace: Trace,
+        numbers: Sites,
         names: Iterable[str],
         exact: Sites,
         rounded: Sites,
         eps: float,
         share: float,
     ):
-        self.trace = trace
-        self.names = tuple(name for name in names if name in trace)
+        self.trace, self.numbers = trace, numbers
+        self.names = tuple(name for name in names if name in numbers)
         self.allowed = {}
         for name in self.names:
             noise = self._error(name, exact, rounded)
@@ -46,7 +47,7 @@ class Fit:
     def misfits(self, sites: Sites) -> dict[str, float]:
         """For each site how far it is from the trace's; up to 1 it is rounding."""
         return {
-            name: self._error(name, sites, self.trace) / self.allowed[name] for name in self.names
+            name: self._error(name, sites, self.numbers) / self.allowed[name] for name in self.names
         }
 
     def misfit(self, sites: Sites) -> float:
