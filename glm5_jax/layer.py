@@ -63,7 +63,7 @@ class DecoderLayer(nnx.Module):
 
         `selection` is the one to share, for a DSA layer without an indexer of its own.
         `run_experts` stands in for the layer's own routed experts, which need not be filled then.
-        `implementation` is that of KDA's recurrence.
+        `implementation` is that of KDA's recurrence and of DSA's attention.
         """
         note(record, "in", streams)
         streams, chosen = _mix(
@@ -127,7 +127,7 @@ def _mix(
     x, site = enter_site(hc, norm, eps, streams, record)
     if isinstance(attn, KDA):
         return _leave("kda", attn(x, mask, record, implementation), streams, site, record), None
-    y, chosen = attn(x, mask, selection, record)
+    y, chosen = attn(x, mask, selection, record, implementation)
     return _leave("dsa", y, streams, site, record), chosen
 
 
@@ -153,7 +153,7 @@ def _mix_on(
         y, after = attn.advance(x, stretch, state, implementation)
     else:
         assert isinstance(state, DSACache)
-        y, chosen, after = attn.advance(x, stretch, state, selection, record)
+        y, chosen, after = attn.advance(x, stretch, state, selection, record, implementation)
     name = "kda" if isinstance(attn, KDA) else "dsa"
     return _leave(name, y, streams, site, record), (chosen, after)
 

@@ -18,12 +18,14 @@ from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, mask_padding
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record, note
-from glm5_jax.nn.types import Activations, Mask, Selection, wide
+from glm5_jax.nn.types import Activations, Implementation, Mask, Selection, wide
+from pallas_kernels.sparse_mla import sparse_mla_decode
 
 # Queries whose scores are in memory at once; on a CPU a block of this size stays in its cache.
 QUERY_BLOCK = 128
-# Numbers of the latents that are gathered at once.
-GATHERED = 2**20
+# Up to so many times the tokens of a selection, all scores are computed and masked: that is less
+# work than gathering a selection for every query, whose rows are wider than keys and values.
+MASKED_UP_TO = 4
 
 
 def selection_mask(selection: Selection, length: int) -> Bool[Array, "B T S"]:
@@ -91,48 +93,6 @@ def selected_attention(
     return map_queries(attend, QUERY_BLOCK, q, selection)
 
 
-def latent_attention(
-    q: Float[Array, "B T A R"],
-    latent: Float[Array, "B T W R"],
-    mask: Bool[Array, "B T W"],
-    scale: float,
-) -> Float[Array, "B T A R"]:
-    """Each query over its own W latents, which are key and value of all heads at once.
-
-    The softmax is float32. What `mask` leaves out must be finite and has no effect; a query with
-    nothing to attend to gets zero.
-    """
-    precision = full_precision(q.dtype)
-    scores = jnp.einsum(
-        "btar,btwr->btaw", q, latent, precision=precision, preferred_element_type=wide(q.dtype)
-    )
-    weights = masked_softmax(scores * scale, mask[:, :, None]).astype(latent.dtype)
-    return jnp.einsum("btaw,btwr->btar", weights, latent, precision=precision)
-
-
-def cached_attention(
-    q: Float[Array, "B T A R"], cache: DSACache, selection: Selection, scale: float
-) -> Float[Array, "B T A R"]:
-    """`latent_attention` over the slots that each query selected; nothing else is read.
-
-    Slots that are not valid are left out, whatever they hold. The latents of a block of queries are
-    in memory at once.
-    """
-    B, S, R = cache.latent.shape
-    batch = jnp.arange(B)[:, None, None]
-
-    def attend(q, selection):
-        # A negative index would count from the end; one past the end reads as the fill value.
-        slot = jnp.where(selection < 0, S, selection)
-        valid = cache.valid.at[batch, slot].get(mode="fill", fill_value=False)
-        slot = jnp.where(valid, slot, S)
-        latent = cache.latent.at[batch, slot].get(mode="fill", fill_value=0)
-        return latent_attention(q, latent, valid, scale)
-
-    block = max(1, GATHERED // (B * R * selection.shape[-1]))
-    return map_queries(attend, block, q, selection)
-
-
 class DSA(nnx.Module):
     """The DSA mixer. Without an indexer of its own it is given another layer's selection."""
 
@@ -155,24 +115,30 @@ class DSA(nnx.Module):
         mask: Mask,
         selection: Selection | None = None,
         record: Record | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Activations, Selection]:
         """Attend, and return the selection that was used, for the layers that share it.
 
-        With a `selection` the indexer does not run. Sites `latent`, those of the indexer,
-        `selection`, `o` (before the output projection).
+        A sequence not much longer than a selection is attended to as a whole, and masked; so is any
+        with the `implementation` "reference". Longer ones are as in `advance`, by
+        `sparse_mla_decode`. With a `selection` the indexer does not run. Sites `latent`, those of
+        the indexer, `selection`, `o` (before the output projection).
         """
         # A padded position may hold anything; its key is masked, but 0 · NaN would not be.
         x = mask_padding(x, mask)
-        q, qr, latent = self._project(x)
+        qr, latent = self._latents(x)
         note(record, "latent", latent)
         if selection is None and self.indexer is not None:
             selection = self.indexer(x, qr, mask, record)
         if selection is None:
             raise ValueError("a DSA layer that shares its selection was given none to share")
-
-        k, v = expand_latent(latent, self.kv_b_proj[...], self.heads, self.nope)
-        o = selected_attention(q, k, v, selection)
         note(record, "selection", selection)
+
+        if implementation == "reference" or x.shape[1] <= MASKED_UP_TO * selection.shape[-1]:
+            k, v = expand_latent(latent, self.kv_b_proj[...], self.heads, self.nope)
+            o = selected_attention(self._queries(qr, self.q_b_proj[...]), k, v, selection)
+        else:
+            o = self._attend_selected(qr, latent, selection, implementation)
         note(record, "o", o)
         return linear(o.reshape(*x.shape[:2], -1), self.o_proj[...]), selection
 
@@ -183,37 +149,75 @@ class DSA(nnx.Module):
         cache: DSACache,
         selection: Selection | None = None,
         record: Record | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Activations, Selection, DSACache]:
         """Attend from the tokens of `stretch` to what is cached and to themselves.
 
         In the latent's space: queries through W_kᵀ, the sums of latents through W_v. With a
-        `selection`, of slots, the indexer does not run and its cache stays. Returns also the
-        selection that was used, and the cache with the new tokens. Site `selection`.
+        `selection`, of slots, the indexer does not run and its cache stays; slots that are not
+        valid are left out of it, whatever they hold. Returns also the selection that was used, and
+        the cache with the new tokens. Site `selection`. `implementation` is that of
+        `sparse_mla_decode`.
         """
         x = mask_padding(x, stretch.mask(x.shape[1]))
-        q, qr, latent = self._project(x)
+        qr, latent = self._latents(x)
         cache = replace(
             cache,
             latent=stretch.write(cache.latent, latent),
             valid=stretch.write(cache.valid, jnp.ones(x.shape[:2], bool)),
         )
-        if selection is None and self.indexer is not None:
+        if selection is not None:
+            selection = _valid_slots(selection, cache.valid)
+        elif self.indexer is not None:
             selection, cache = self.indexer.advance(x, qr, stretch, cache)
-        if selection is None:
+        else:
             raise ValueError("a DSA layer that shares its selection was given none to share")
         note(record, "selection", selection)
 
-        precision = full_precision(x.dtype)
-        w_k, w_v = split_kv_b(self.kv_b_proj[...].astype(x.dtype), self.heads, self.nope)
-        q = jnp.einsum("btan,anr->btar", q, w_k, precision=precision)
-        o = cached_attention(q, cache, selection, self.nope**-0.5)
-        o = jnp.einsum("btar,avr->btav", o, w_v, precision=precision)
+        o = self._attend_selected(qr, cache.latent, selection, implementation)
         return linear(o.reshape(*x.shape[:2], -1), self.o_proj[...]), selection, cache
 
-    def _project(
-        self, x: Activations
-    ) -> tuple[Float[Array, "B T A N"], Float[Array, "B T Rq"], Float[Array, "B T R"]]:
-        """Queries, the latent that they come from, and the latent of keys and values."""
+    def _latents(self, x: Activations) -> tuple[Float[Array, "B T Rq"], Float[Array, "B T R"]]:
+        """The latent that queries come from, and that of keys and values."""
         qr = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], self.eps)
-        q = linear(qr, self.q_b_proj[...]).reshape(*x.shape[:2], self.heads, -1)
-        return q, qr, rms_norm(linear(x, self.kv_a_proj[...]), self.kv_a_norm[...], self.eps)
+        return qr, rms_norm(linear(x, self.kv_a_proj[...]), self.kv_a_norm[...], self.eps)
+
+    def _queries(
+        self, qr: Float[Array, "B T Rq"], q_b: Float[Array, "_ Rq"]
+    ) -> Float[Array, "B T A N"]:
+        return linear(qr, q_b).reshape(*qr.shape[:2], self.heads, -1)
+
+    def _attend_selected(
+        self,
+        qr: Float[Array, "B T Rq"],
+        latent: Float[Array, "B S R"],
+        selection: Selection,
+        implementation: Implementation,
+    ) -> Float[Array, "B T A V"]:
+        """Each query over its own selection, a block of queries after the other.
+
+        Nothing is in memory for all queries and heads but the result, and nothing for all queries
+        and all selected tokens. The backward pass computes each block again.
+        """
+        # Decoded once, where they are stored quantised, and not in every block.
+        q_b, kv_b = self.q_b_proj[...], self.kv_b_proj[...].astype(qr.dtype)
+        w_k, w_v = split_kv_b(kv_b, self.heads, self.nope)
+        precision = full_precision(qr.dtype)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def attend(qr, selection):
+            q = jnp.einsum("btan,anr->btar", self._queries(qr, q_b), w_k, precision=precision)
+            o = sparse_mla_decode(
+                q, latent, selection, scale=self.nope**-0.5, implementation=implementation
+            )
+            return jnp.einsum("btar,avr->btav", o, w_v, precision=precision)
+
+        return map_queries(attend, QUERY_BLOCK, qr, selection)
+
+
+def _valid_slots(selection: Selection, valid: Bool[Array, "B S"]) -> Selection:
+    """−1 in the place of slots that are not valid."""
+    # A negative index would count from the end; one past the end reads as the fill value.
+    slot = jnp.where(selection < 0, valid.shape[1], selection)
+    there = valid.at[jnp.arange(len(valid))[:, None, None], slot]
+    return jnp.where(there.get(mode="fill", fill_value=False), selection, -1)

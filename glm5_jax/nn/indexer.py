@@ -6,6 +6,7 @@ pool that is not complete yet (the tail). Selections are integers, so no gradien
 indexer's parameters.
 """
 
+import functools
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,12 +22,14 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import layer_norm
 from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.record import Record, note
+from glm5_jax.nn.record import Record, note, wants
 from glm5_jax.nn.types import Activations, Mask, Selection, wide
 
-# Cached pools are scored for so many queries, and so many pools, at a time.
+# Pools are scored for so many queries, and so many pools, at a time: on a CPU that stays in cache.
 QUERY_BLOCK = 128
 POOL_TILE = 512
+# So many scores of a query are in memory at once, before the best are kept.
+POOL_WINDOW = 4096
 
 
 class Span(NamedTuple):
@@ -162,10 +165,60 @@ def select_pools(
     Ties go to the lower pool, and +0 and −0 tie. A score that is not visible is never read, NaN
     included. C is `min(count, NP)`.
     """
+    pools = jnp.where(visible, jnp.arange(scores.shape[-1], dtype=jnp.int32), -1)
+    return _keep_best(scores, pools, min(count, scores.shape[-1]))[1]
+
+
+def best_pools(
+    queries: Float[Array, "B T HI DI"],
+    keys: Float[Array, "B NP DI"],
+    weights: Float[Array, "B T HI"],
+    seen: Int[Array, "B T"],
+    pool: int,
+    count: int,
+) -> Int[Array, "B T C"]:
+    """`select_pools` of the `index_scores`, which are never in memory for all pools at once.
+
+    A window of pools after the other is scored, its pools come behind the best of those before, and
+    the best of both are kept: ties go to the lower pool as in one pass. Only windows and tiles with
+    a pool that some query sees are scored. `seen` is how many tokens a query sees. No gradient.
+    """
+    queries, keys, weights = jax.lax.stop_gradient((queries, keys, weights))
+    NP = keys.shape[1]
+    width, count = min(POOL_WINDOW, NP), min(count, NP)
+    there = jnp.max(seen) // pool
+
+    def score_window(keys, start):
+        """The scores of the pools from `start` on, and which of them each query sees."""
+        scores = score_pools(queries, keys, weights, there - start)
+        return scores, visible_pools(seen - start * pool, keys.shape[1], pool)
+
+    if width == NP:
+        return select_pools(*score_window(keys, 0), count)
+
+    def merge_window(window, best):
+        # The last window begins earlier where it would go past the end: the pools that it has in
+        # common with the window before are none of its own.
+        start = jnp.minimum(window * width, NP - width)
+        scores, visible = score_window(jax.lax.dynamic_slice_in_dim(keys, start, width, 1), start)
+        pools = start + jnp.arange(width, dtype=jnp.int32)
+        pools = jnp.where(visible & (pools >= window * width), pools, -1)
+        pairs = zip(best, (scores, pools), strict=True)
+        return _keep_best(*(jnp.concatenate(pair, axis=-1) for pair in pairs), count)
+
+    chosen = (*seen.shape, count)
+    none = jnp.full(chosen, -jnp.inf, wide(queries.dtype)), jnp.full(chosen, -1, jnp.int32)
+    return jax.lax.fori_loop(0, -(-there // width), merge_window, none)[1]
+
+
+def _keep_best(
+    scores: Float[Array, "B T N"], pools: Int[Array, "B T N"], count: int
+) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
+    """The `count` best, best first, of equal ones those that come first; a pool of −1 is none."""
     scores = jnp.where(scores == 0, 0, scores)  # top_k ranks +0 above −0
-    scores = jnp.where(visible, scores, -jnp.inf)
-    pools = jax.lax.top_k(scores, min(count, scores.shape[-1]))[1]
-    return jnp.where(jnp.take_along_axis(visible, pools, axis=-1), pools, -1)
+    scores = jnp.where(pools < 0, -jnp.inf, scores)
+    scores, at = jax.lax.top_k(scores, count)
+    return scores, jnp.take_along_axis(pools, at, axis=-1)
 
 
 def select_tokens(
@@ -193,6 +246,18 @@ def select_tokens(
     slots = jnp.arange(pool - 1)
     tail_tokens = jnp.where(slots < seen[..., None] - in_pools, first + in_pools + slots, -1)
     return jnp.concatenate([tokens, tail_tokens], axis=-1).astype(jnp.int32)
+
+
+def _visible_scores(
+    pooled: Float[Array, "B NP DI"],
+    pool: int,
+    queries: Float[Array, "B T HI DI"],
+    weights: Float[Array, "B T HI"],
+    seen: Int[Array, "B T"],
+) -> Float[Array, "B T NP"]:
+    """The `index_scores`, −inf for the pools that a query cannot see."""
+    visible = visible_pools(seen, pooled.shape[1], pool)
+    return jnp.where(visible, index_scores(queries, pooled, weights), -jnp.inf)
 
 
 class Indexer(nnx.Module):
@@ -223,12 +288,12 @@ class Indexer(nnx.Module):
         queries, weights = self._queries(x, qr)
         keys, gates = self._keys(x)
         pooled = pool_keys(keys, gates, ape, span)
-        scores = index_scores(queries, pooled, weights)
-        visible = visible_pools(seen, pooled.shape[1], P)
-        pools = select_pools(scores, visible, self.top_k // P)
+        pools = self._choose(queries, pooled, weights, seen)
         note(record, "index_keys", keys)
         note(record, "pool_keys", pooled)
-        note(record, "index_scores", jnp.where(visible, scores, -jnp.inf))
+        if wants(record, "index_scores"):
+            score = functools.partial(_visible_scores, pooled, P)
+            note(record, "index_scores", map_queries(score, QUERY_BLOCK, queries, weights, seen))
         note(record, "pools", pools)
         return select_tokens(pools, seen, span.first, P, self.top_k, self.tail)
 
@@ -243,23 +308,35 @@ class Indexer(nnx.Module):
         assert cache.index_keys is not None and cache.gates is not None
         assert cache.pool_keys is not None
         ape = self.ape[...]
-        P, T, NP = ape.shape[0], x.shape[1], cache.pool_keys.shape[1]
+        P, T = ape.shape[0], x.shape[1]
         keys, gates = (
             stretch.write(*written)
             for written in zip((cache.index_keys, cache.gates), self._keys(x), strict=True)
         )
         pooled = complete_pools(cache.pool_keys, keys, gates, ape, stretch, T)
 
-        def choose(queries, weights, seen):
-            scores = score_pools(queries, pooled, weights, jnp.max(seen) // P)
-            return select_pools(scores, visible_pools(seen, NP, P), self.top_k // P)
-
         seen = stretch.seen(T)
-        pools = map_queries(choose, QUERY_BLOCK, *self._queries(x, qr), seen)
+        queries, weights = self._queries(x, qr)
+        pools = self._choose(queries, pooled, weights, seen)
         selection = select_tokens(
             pools, seen, jnp.zeros_like(stretch.start), P, self.top_k, self.tail
         )
         return selection, replace(cache, index_keys=keys, gates=gates, pool_keys=pooled)
+
+    def _choose(
+        self,
+        queries: Float[Array, "B T HI DI"],
+        pooled: Float[Array, "B NP DI"],
+        weights: Float[Array, "B T HI"],
+        seen: Int[Array, "B T"],
+    ) -> Int[Array, "B T C"]:
+        """The pools of each query, a block of queries after the other."""
+        P = self.ape.shape[0]
+
+        def choose(queries, weights, seen):
+            return best_pools(queries, pooled, weights, seen, P, self.top_k // P)
+
+        return map_queries(choose, QUERY_BLOCK, queries, weights, seen)
 
     def _queries(
         self, x: Activations, qr: Float[Array, "B T Rq"]

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from glm5_jax.nn.absorbed import absorb_o, absorb_q, fold_index_scale, split_kv_b, widen_ape
-from glm5_jax.nn.dsa import latent_attention, masked_attention
+from glm5_jax.nn.dsa import masked_attention
 from glm5_jax.nn.indexer import Span, head_weights, index_scores, pool_keys
+from pallas_kernels.sparse_mla import sparse_mla_decode
 
 A, N, V, R, RQ, X, T = 3, 16, 12, 24, 10, 14, 9
 
@@ -61,18 +62,10 @@ def test_attention_in_the_latents_space_is_that_over_keys_and_values(rng, kv_b):
     expected = np.asarray(o).reshape(1, T, A * V) @ o_proj.T
 
     q = jnp.einsum("arq,btq->btar", absorb_q(jnp.asarray(q_b), w_k), qr)
-    latents = jnp.broadcast_to(jnp.asarray(latent)[:, None], (1, T, T, R))
-    o = latent_attention(q, latents, jnp.asarray(causal), N**-0.5)
+    seen = jnp.where(causal, jnp.arange(T), -1)
+    o = sparse_mla_decode(q, jnp.asarray(latent), seen, scale=N**-0.5)
     actual = jnp.einsum("xar,btar->btx", absorb_o(jnp.asarray(o_proj), w_v), o)
     np.testing.assert_allclose(actual, expected, atol=1e-11)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_query_with_nothing_to_attend_to_gets_zero(dtype):
-    q, latent = jnp.ones((1, 2, 1, 4), dtype), jnp.ones((1, 2, 2, 4), dtype)
-    mask = jnp.asarray([[[False, False], [True, False]]])
-    out = np.asarray(latent_attention(q, latent, mask, 0.5), np.float32)
-    np.testing.assert_array_equal(out[0, :, 0], [[0.0] * 4, [1.0] * 4])
 
 
 def test_folded_index_scale_gives_the_scores_of_both_scales(rng):

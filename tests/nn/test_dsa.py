@@ -1,11 +1,15 @@
 """The DSA mixer: kv_b's halves, the scale, what a query may attend to, and a float64 reference."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from glm5_jax.nn import dsa
 from glm5_jax.nn.dsa import expand_latent, masked_attention, selection_mask
+from pallas_kernels.sparse_mla import xla
 
 attend = jax.jit(masked_attention)
 
@@ -198,12 +202,56 @@ def test_shared_layer_refuses_to_select_on_nothing(small, hidden, mask):
         jax.eval_shape(small.model.layers[3].attn, jnp.asarray(hidden), jnp.asarray(mask))
 
 
-def test_full_layer_ignores_a_selection_that_it_is_given(small, call, hidden, mask):
+def test_full_layer_takes_a_selection_that_it_is_given(small, call, hidden, mask):
     attn = small.model.layers[1].attn
     expected, selection = call(attn, hidden, mask)
-    out, used = call(attn, hidden, mask, np.zeros((3, 23, 11), np.int32))
+    out, used = call(attn, hidden, mask, selection)
     np.testing.assert_array_equal(used, selection)
     np.testing.assert_array_equal(out, expected)
+    out, _ = call(attn, hidden, mask, np.full_like(selection, -1))
+    assert not np.any(out)
+
+
+# ---- long sequences: each query gathers its selection
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """Sequences of any length are long; blocks of every kind are small, and of odd sizes."""
+    monkeypatch.setattr(dsa, "MASKED_UP_TO", 0)
+    monkeypatch.setattr(dsa, "QUERY_BLOCK", 5)
+    monkeypatch.setattr(xla, "GATHERED", 3 * 11 * 8)
+
+
+@pytest.mark.parametrize("length", [3, 23])
+def test_gathered_selections_give_what_the_mask_gives(small, hidden, mask, gathers, length):
+    attn, inputs = small.model.layers[1].attn, (hidden[:, -length:], mask[:, -length:])
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def attend(attn, x, mask, implementation):
+        sites = {}
+        return *attn(x, mask, None, sites.__setitem__, implementation), sites["o"]
+
+    masked, selection, o = attend(attn, *inputs, "reference")
+    out, same, gathered = attend(attn, *inputs, None)
+    np.testing.assert_array_equal(same, selection)
+    np.testing.assert_allclose(gathered, o, atol=1e-13)
+    np.testing.assert_allclose(out, masked, atol=1e-13)
+
+
+def test_gathered_selections_give_the_gradients_of_the_mask(small, hidden, mask, gathers):
+    attn = small.model.layers[1].attn
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def gradients(attn, x, implementation):
+        return jax.grad(
+            lambda attn, x: jnp.sum(jnp.cos(attn(x, mask, None, None, implementation)[0])), (0, 1)
+        )(attn, x)
+
+    expected, ours = (gradients(attn, jnp.asarray(hidden), i) for i in ("reference", None))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-11)
+    assert not any(np.any(x) for x in jax.tree.leaves(ours[0].indexer))
 
 
 def test_padding_may_hold_anything(small, call, hidden, mask):

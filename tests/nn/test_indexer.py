@@ -14,6 +14,7 @@ from glm5_jax.nn.indexer import head_weights, real_span, visible_pools
 pool_keys = jax.jit(indexer.pool_keys)
 index_scores = jax.jit(indexer.index_scores)
 select_pools = jax.jit(indexer.select_pools, static_argnums=2)
+best_pools = jax.jit(indexer.best_pools, static_argnums=(4, 5))
 select_tokens = jax.jit(indexer.select_tokens, static_argnums=(3, 4, 5))
 
 
@@ -192,6 +193,58 @@ def test_integer_operands_tie_exactly_and_the_lower_pool_wins():
     for query in pools[0]:
         place = {pool: at for at, pool in enumerate(query)}
         assert all(place[p] < place[p + 3] for p in range(3))
+
+
+# ---- the choice without all scores in memory
+
+
+def integers(pools, queries, heads=3, width=4, seed=0):
+    """Operands of which a few hundred different scores come, exactly, whatever their order."""
+    rng = np.random.default_rng(seed)
+    return tuple(
+        jnp.asarray(rng.integers(-2, 3, shape), jnp.float32)
+        for shape in ((1, queries, heads, width), (1, pools, width), (1, queries, heads))
+    )
+
+
+def by_hand(operands, visible, count):
+    """The best `count` of the first `visible` pools of each query, by a stable sort."""
+    q, k, w = (np.asarray(x, np.float64)[0] for x in operands)
+    scores = np.einsum("th,thp->tp", w, np.maximum(np.einsum("thd,pd->thp", q, k), 0))
+    chosen = np.full((len(q), count), -1)
+    for row, score, n in zip(chosen, scores, visible, strict=True):
+        best = np.argsort(-score[:n], kind="stable")[:count]
+        row[: len(best)] = best
+    return chosen, scores
+
+
+@pytest.mark.parametrize("tile", [1, 7, 64])
+def test_every_tiling_makes_the_same_choice_among_ties(monkeypatch, tile):
+    monkeypatch.setattr(indexer, "POOL_TILE", tile)
+    monkeypatch.setattr(indexer, "POOL_WINDOW", 3 * tile)
+    operands, visible = integers(450, 5), np.array([450, 0, 3, 449, 128])
+    expected, _ = by_hand(operands, visible, 40)
+    pools = indexer.best_pools(*operands, jnp.asarray(visible)[None] * 4 + 3, 4, 40)
+    np.testing.assert_array_equal(pools[0], expected)
+
+
+def test_a_million_tokens_of_context_and_thousands_of_ties():
+    """262,144 pools, of which the cut falls among equals; what is not visible is NaN."""
+    pools, there = 2**18, 2**18 - 1000
+    queries, keys, weights = integers(pools, 1, seed=1)
+    expected, scores = by_hand((queries, keys, weights), [there], 512)
+    assert np.sum(scores[0, :there] == scores[0, expected[0, -1]]) > 2000
+    keys = keys.at[:, there:].set(jnp.nan)
+    seen = jnp.full((1, 1), 4 * there)
+    np.testing.assert_array_equal(best_pools(queries, keys, weights, seen, 4, 512)[0], expected)
+
+
+def test_scores_of_a_long_context_are_never_in_memory_whole():
+    shapes = (1, 128, 3, 4), (1, 2**18, 4), (1, 128, 3)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    seen = jax.ShapeDtypeStruct((1, 128), jnp.int32)
+    memory = best_pools.lower(*operands, seen, 4, 512).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 128 * 2**18 * 4 / 8
 
 
 # ---- from pools to tokens
