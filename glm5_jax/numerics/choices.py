@@ -39,11 +39,11 @@ def discrete_gaps(
     """
     gaps: dict[str, Gap] = {}
     for name, scores in sites.items():
-        if name.endswith(".scores"):
+        site = name.removesuffix(".scores")
+        if f"{site}.k" in sites and site != name:
             valid = scores > np.finfo(scores.dtype).min
             if mask is not None:
                 valid = valid & np.asarray(mask, bool)[..., None]
-            site = name.removesuffix(".scores")
             gaps[site] = cut_gap(scores, valid, int(sites[f"{site}.k"]))
     return gaps
 

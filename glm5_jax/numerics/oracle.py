@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -26,7 +27,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import ml_dtypes
 import numpy as np
+
+from ..config import parse_config
+from ..skeleton import Skeleton
+from .sites import Keep, chosen_sites
+from .trace import Reduce, Trace, make_trace, versions
 
 if TYPE_CHECKING:
     import torch
@@ -161,17 +168,9 @@ def oracle_sites(
 ) -> dict[str, np.ndarray]:
     """Every intermediate array of one forward pass, by the names of our own trace.
 
-    `embedding` [B,T,X]; for each layer `layers.{i}.in` [B,T,M,X] and
-    `layers.{i}.{attn,ffn}.{collapse,post,comb,norm,expand}`, `layers.{i}.attn.{kda,dsa}`,
-    `layers.{i}.ffn.{dense,moe}`; `final.mean`, `final.norm`, `final.head`.
-
-    Inside KDA: `attn.g`, `attn.beta`, `attn.o` (the recurrence's output, before `o_norm`). Inside
-    DSA: `attn.latent`, `attn.selection` (token positions, -1 unused), `attn.o` (per head, before
-    `o_proj`). Inside MoE: `ffn.router.{logits,weights,experts}` [B,T,...], `ffn.experts` (the
-    routed sum), `ffn.shared`.
-
-    Each discrete choice has the scores it chose from and how many it chose, as `.scores` and `.k`
-    of `attn.selection` (one score per pool), `ffn.router.experts` and `ffn.router.groups`. What was
+    They are listed in `FORMAT.md`, of the same shapes; bfloat16 is widened. Beside them, each
+    discrete choice has the scores it chose from and how many it chose, as `.scores` and `.k` of
+    `attn.selection` (one score per pool), `ffn.router.experts` and `ffn.router.groups`. What was
     no candidate scores -inf or the dtype's minimum.
     """
     from glm5_jax.numerics.oracle_sites import recording
@@ -181,6 +180,45 @@ def oracle_sites(
     out = {name: _to_numpy(value) for name, value in sites.items()}
     out["final.head"] = _to_numpy(logits)
     return out
+
+
+def trace_transformers(
+    model: Oracle,
+    tokens: np.ndarray,
+    mask: np.ndarray | None = None,
+    keep: Keep = "*",
+    reduce: Reduce = "full",
+) -> Trace:
+    """`glm5_jax.trace` of a transformers model, on whatever device it is: see `FORMAT.md`.
+
+    model: a `Glm5NextForConditionalGeneration`, of any dtype. Arguments as those of `trace`.
+    `layers.N.attn.beta` is rounded to the activation dtype there, before its use; choices are put
+    into the order of ours. No site is ours alone.
+    """
+
+    from glm5_jax.numerics.oracle_sites import recording
+
+    text = model.model.language_model
+    parameter = text.norm.weight
+    config = model.config.to_json_string()
+    names = chosen_sites(Skeleton.from_config(parse_config(json.loads(config))), keep)
+    with recording(text, wanted=names.__contains__) as sites:
+        logits = _forward(model, tokens, mask).logits
+    if "final.head" in names:
+        sites["final.head"] = logits
+    return make_trace(
+        {name: _stored(value) for name, value in sites.items()},
+        np.asarray(tokens),
+        mask,
+        {
+            "engine": "transformers",
+            "versions": versions("transformers", "torch", "glm5-jax"),
+            "config": config,
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "implementation": f"{parameter.device.type}, {text.config._attn_implementation}",
+        },
+        reduce,
+    )
 
 
 def oracle_layer(
@@ -242,8 +280,8 @@ def write_gradients(
 def _forward(model: Oracle, tokens: np.ndarray, mask: np.ndarray | None) -> Any:
     import torch
 
-    x = torch.tensor(np.asarray(tokens), dtype=torch.long)
-    attention_mask = None if mask is None else torch.tensor(np.asarray(mask)).long()
+    x = torch.tensor(np.asarray(tokens), dtype=torch.long, device=model.device)
+    attention_mask = None if mask is None else torch.tensor(np.asarray(mask)).to(x)
     with torch.no_grad():
         return model(input_ids=x, attention_mask=attention_mask, use_cache=False)
 
@@ -251,5 +289,15 @@ def _forward(model: Oracle, tokens: np.ndarray, mask: np.ndarray | None) -> Any:
 def _to_numpy(value: torch.Tensor) -> np.ndarray:
     import torch
 
-    value = value.detach()
+    value = value.detach().cpu()
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy().copy()
+
+
+def _stored(value: torch.Tensor) -> np.ndarray:
+    """The array as it is, bfloat16 included; integers are int32."""
+    import torch
+
+    value = value.detach().cpu()
+    if value.dtype == torch.bfloat16:
+        return value.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return (value if value.is_floating_point() else value.int()).numpy()

@@ -1,8 +1,8 @@
 """A trace: the intermediate arrays of one forward pass, by name, as one safetensors file.
 
-What a site is called, what it holds and how a file is laid out stands in `FORMAT.md`; the table
-`sites_of` is the same in code. Any engine can write such a file; ours come from
-`numerics.tracing`, transformers' from `numerics.oracle.trace_transformers`. No JAX here.
+What a site is called, what it holds and how a file is laid out stands in `FORMAT.md`. Any engine
+can write such a file; ours come from `numerics.tracing`, transformers' from
+`numerics.oracle.trace_transformers`. No JAX here.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
@@ -24,26 +25,15 @@ from ..checkpoint.header import DTYPES, read_header, read_metadata
 from ..config import ModelConfig, parse_config
 from ..errors import CheckpointError, ConfigError, TraceError
 from ..skeleton import Skeleton
+from .sites import Site, real_positions, site_dims, sites_of
 
 FORMAT = "glm5-trace-1"
 META = ("format", "engine", "versions", "config", "config_sha256", "dtype", "reduce")
 SAMPLE = 64
 Reduce = Literal["full", "stats"]
-Keep = str | Sequence[str]
 
 _WORDS = {dtype: word for word, (_, dtype) in DTYPES.items() if dtype is not None}
 _FLOATS = ("BF16", "F16", "F32", "F64")
-
-
-class Site(NamedTuple):
-    """One kind of site: its axes in the letters of `site_dims`, and whether it holds choices.
-
-    `scores` is the site that a choice was made by.
-    """
-
-    axes: str
-    choice: bool = False
-    scores: str | None = None
 
 
 class Stats(NamedTuple):
@@ -55,109 +45,12 @@ class Stats(NamedTuple):
     l2: float
 
 
-def _connection(at: str) -> dict[str, Site]:
-    coefficients = {"pre": "B T M", "post": "B T M", "comb": "B T M M"}
-    axes = coefficients | {"collapse": "B T X", "norm": "B T X"}
-    return {f"{at}.{name}": Site(letters) for name, letters in axes.items()}
-
-
-_KDA = {
-    **{f"attn.{name}": Site("B T H D") for name in ("q", "k", "v", "g")},
-    "attn.beta": Site("B T H"),
-    "attn.state": Site("B H D D"),
-    "attn.o": Site("B T H D"),
-    "attn.kda": Site("B T X"),
-}
-_INDEXER = {
-    "attn.index_keys": Site("B T DI"),
-    "attn.pool_keys": Site("B NP DI"),
-    "attn.index_scores": Site("B T NP"),
-    "attn.pools": Site("B T C", choice=True, scores="attn.index_scores"),
-}
-_DSA = {
-    "attn.selection": Site("B T W", choice=True),
-    "attn.o": Site("B T A V"),
-    "attn.dsa": Site("B T X"),
-}
-_MOE = {
-    "ffn.router.logits": Site("B T E"),
-    "ffn.router.scores": Site("B T E"),
-    "ffn.router.experts": Site("B T k", choice=True, scores="ffn.router.scores"),
-    "ffn.router.weights": Site("B T k"),
-    "ffn.experts": Site("B T X"),
-    "ffn.shared": Site("B T X"),
-    "ffn.moe": Site("B T X"),
-}
-
-# Sites without a token axis, by their last name, which belongs to no other site.
-OFF_TOKENS = {
-    name.rpartition(".")[2]: site.axes
-    for name, site in (_KDA | _INDEXER).items()
-    if not site.axes.startswith("B T")
-}
-
-
-def sites_of(skeleton: Skeleton) -> dict[str, Site]:
-    """Every site of a model, in the order in which they happen."""
-    sites = {"embedding": Site("B T X")}
-    for layer in skeleton.layers:
-        inside = {"in": Site("B T M X"), **_connection("attn")}
-        if layer.mixer == "kda":
-            inside |= _KDA
-        else:
-            inside |= {"attn.latent": Site("B T R")}
-            inside |= (_INDEXER if layer.indexer == "full" else {}) | _DSA
-        inside |= {"attn.expand": Site("B T M X"), **_connection("ffn")}
-        inside |= _MOE if layer.mlp == "moe" else {"ffn.dense": Site("B T X")}
-        inside |= {"ffn.expand": Site("B T M X")}
-        at = f"layers.{layer.index}"
-        for name, site in inside.items():
-            scores = None if site.scores is None else f"{at}.{site.scores}"
-            sites[f"{at}.{name}"] = site._replace(scores=scores)
-    final = {"mean": "B T X", "norm": "B T X", "head": "B T Vo"}
-    return sites | {f"final.{name}": Site(axes) for name, axes in final.items()}
-
-
-def site_dims(config: ModelConfig, batch: int, tokens: int) -> dict[str, int]:
-    """The sizes behind the letters of `Site.axes`; pools are those of a row without padding."""
-    pools, chosen = tokens // config.index_kpool, config.index_topk // config.index_kpool
-    tail = config.index_kpool - 1 if config.index_kpool_always_select_tail else 0
-    return {
-        **config.dims,
-        "B": batch,
-        "T": tokens,
-        "NP": pools,
-        "C": min(chosen, pools),
-        "W": config.index_topk + tail,
-        "k": config.num_experts_per_tok,
-    }
-
-
-def real_positions(axes: str, mask: Any, pool: int) -> Any | None:
-    """Which part of a site is real, as [B, T] or [B, NP]; None if all of it is.
-
-    A pool is real where its row fills it. `mask` [B, T] may be an array of NumPy or JAX.
-    """
-    if axes.startswith("B T"):
-        return mask
-    if axes.startswith("B NP"):
-        end = pool * (np.arange(mask.shape[1] // pool) + 1)
-        return end <= mask.sum(1)[:, None]
-    return None
-
-
 def sample_indices(size: int) -> np.ndarray:
     """Where in the flattened array the sample lies: everywhere up to 64 values, else spread."""
     if size <= SAMPLE:
         return np.arange(size)
     # The golden ratio's multiples: evenly spread, in step with no power of two.
     return np.array([(i * 2654435761 % 2**32) * size >> 32 for i in range(1, SAMPLE + 1)])
-
-
-def kept(name: str, keep: Keep) -> bool:
-    """Whether a site's name matches the pattern, or one of them (`layers.3.*`, `*.router.*`)."""
-    patterns = (keep,) if isinstance(keep, str) else keep
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 class Trace(Mapping[str, np.ndarray]):
@@ -255,6 +148,14 @@ class Trace(Mapping[str, np.ndarray]):
         if self.reduce == "stats":
             return self[f"{name}#sample"]
         return self[name].reshape(-1)[sample_indices(self[name].size)]
+
+    def reduced(self) -> Trace:
+        """The stats and samples of a full trace."""
+        arrays: dict[str, np.ndarray] = {}
+        for name in self.sites:
+            arrays[f"{name}#stats"] = np.array(self.stats(name), np.float32)
+            arrays[f"{name}#sample"] = self.sample(name)
+        return Trace(arrays, self.tokens, self.mask, complete_meta(self.meta, "stats"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write one safetensors file, whole or not at all."""
@@ -356,6 +257,47 @@ class Trace(Mapping[str, np.ndarray]):
                 self._refuse(f"{name}: expected {' or '.join(words)}, got {array.dtype}")
             if stats and f"{of}#{'sample' if part == 'stats' else 'stats'}" not in self._arrays:
                 self._refuse(f"{name}: its stats and its sample belong together; one is missing")
+
+
+def make_trace(
+    sites: Mapping[str, np.ndarray],
+    tokens: np.ndarray,
+    mask: np.ndarray | None,
+    meta: Mapping[str, str],
+    reduce: Reduce,
+) -> Trace:
+    """A trace of what an engine recorded: in order, zeros where nothing is real, reduced if asked.
+
+    meta: `engine`, `versions`, `config`, `dtype`, and whatever else. An array that is no site is
+    left out; raises TraceError for one that is, and is not as `FORMAT.md` says.
+    """
+    mask = np.ones(tokens.shape, bool) if mask is None else np.asarray(mask, bool)
+    meta, tokens = complete_meta(meta, "full"), tokens.astype(np.int32)
+    frame = Trace({}, tokens, mask, meta)
+    arrays = {}
+    for name, site in sites_of(frame.skeleton).items():
+        if name in sites:
+            x, real = sites[name], real_positions(site.axes, mask, frame.config.index_kpool)
+            if real is not None and x.shape[:2] == real.shape:
+                x = np.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, x.dtype.type(0))
+            arrays[name] = x
+    trace = Trace(arrays, tokens, mask, meta)
+    return trace if reduce == "full" else trace.reduced()
+
+
+def complete_meta(meta: Mapping[str, str], reduce: Reduce) -> dict[str, str]:
+    """The metadata with what follows from the rest."""
+    sha256 = config_sha256(meta["config"])
+    return {**meta, "format": FORMAT, "config_sha256": sha256, "reduce": reduce}
+
+
+def versions(*packages: str) -> str:
+    """The metadata's `versions`: those of the packages that are installed, as JSON."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return json.dumps(found)
 
 
 def config_sha256(config: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import get_args
 
 import jax
@@ -14,24 +13,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ..config_json import config_json
-from ..errors import TraceError
 from ..inputs import checked_inputs
 from ..model import TextModel
 from ..nn.record import Recorder, Wanted
 from ..nn.types import GivenMask, Implementation, Mask, Tokens
 from ..streaming import LayerStream
-from .trace import (
-    FORMAT,
-    OFF_TOKENS,
-    Keep,
-    Reduce,
-    Trace,
-    config_sha256,
-    kept,
-    real_positions,
-    sample_indices,
-    sites_of,
-)
+from .sites import OFF_TOKENS, Keep, chosen_sites, real_positions
+from .trace import Reduce, Trace, complete_meta, sample_indices, versions
 
 _SCORES = ("index_scores", "scores")  # −inf where there is no candidate
 
@@ -69,7 +57,7 @@ def trace(
         {name: np.asarray(value) for name, value in sites.items()},
         np.asarray(tokens, np.int32),
         np.asarray(known),
-        _metadata(model, reduce, implementation),
+        complete_meta(_metadata(model, implementation), reduce),
     )
 
 
@@ -122,7 +110,7 @@ class Reduction:
 def site_stats(x: Array, real: Bool[Array, "*_"] | None) -> Float[Array, " 4"]:
     """Mean, standard deviation, largest magnitude and L2 norm where `real`, in float32."""
     x = x.astype(jnp.promote_types(jnp.float32, x.dtype))
-    count = x.size
+    count = jnp.asarray(x.size)
     if real is not None:
         count = jnp.sum(jnp.broadcast_to(real, x.shape))
         x = jnp.where(real, x, 0)
@@ -137,38 +125,16 @@ def site_stats(x: Array, real: Bool[Array, "*_"] | None) -> Float[Array, " 4"]:
 def _wanted(model: TextModel | LayerStream, keep: Keep, reduce: Reduce) -> Wanted:
     if reduce not in get_args(Reduce):
         raise ValueError(f"reduce: expected one of {', '.join(get_args(Reduce))}, got {reduce!r}")
-    every = sites_of(model.skeleton)
-    patterns = (keep,) if isinstance(keep, str) else keep
-    for pattern in patterns:
-        if not any(kept(name, pattern) for name in every):
-            raise TraceError(f"keep: no site of this model matches {pattern!r}; see FORMAT.md")
-    names = frozenset(name for name in every if kept(name, keep))
-    return Wanted(names, Reduction(reduce, model.config.index_kpool))
+    reduction = Reduction(reduce, model.config.index_kpool)
+    return Wanted(chosen_sites(model.skeleton, keep), reduction)
 
 
-def _metadata(
-    model: TextModel | LayerStream, reduce: Reduce, implementation: Implementation
-) -> dict[str, str]:
-    config = json.dumps(config_json(model.config))
+def _metadata(model: TextModel | LayerStream, implementation: Implementation) -> dict[str, str]:
     chosen = implementation or getattr(model, "implementation", None) or "chosen by the machine"
     return {
-        "format": FORMAT,
         "engine": "glm5-jax",
         "versions": versions("glm5-jax", "jax", "jaxlib", "numpy"),
-        "config": config,
-        "config_sha256": config_sha256(config),
+        "config": json.dumps(config_json(model.config)),
         "dtype": str(model.dtype),
-        "reduce": reduce,
         "implementation": chosen if isinstance(chosen, str) else ",".join(chosen),
     }
-
-
-def versions(*packages: str) -> str:
-    """The metadata's `versions`: those of the packages that are installed, as JSON."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return json.dumps(found)
