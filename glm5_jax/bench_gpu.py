@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.errors import ConfigError
-from pallas_kernels.aot import CannotCompile, KDAShape, compile_kda, versions
+from pallas_kernels.aot import CannotCompile, compile_kernels, versions
+from pallas_kernels.aot_calls import KDAShape
 from pallas_kernels.kda import chunk_kda, mosaic_gpu, roofline
 from pallas_kernels.roofline import H200
 
@@ -27,7 +28,7 @@ def compile_lines(target: str, shape: KDAShape | None = None) -> tuple[list[str]
     """What `--compile-for` prints, and whether every kernel is free of spills and uses wgmma."""
     shape = shape or KDAShape()
     try:
-        kernels = compile_kda(target, [shape])[str(shape)]
+        kernels = compile_kernels(target, [shape])[str(shape)]
         used = versions()
     except CannotCompile as error:
         raise ConfigError(str(error)) from error

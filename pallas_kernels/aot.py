@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+
+from pallas_kernels.aot_calls import SHAPES, Shape
 
 # What the compiler must know of a card, in the text form of its own message.
 TARGETS = {"h200": Path(__file__).with_name("h200.txtpb")}
@@ -43,6 +44,7 @@ class Kernel:
     shared_bytes: int  # of a block
     wgmma: int  # instructions
     copies: int  # by the copy engine (TMA)
+    pieces: int  # copied by threads, 16 bytes each
     serialized: bool  # every wgmma waits for the one before it
 
     def __str__(self) -> str:
@@ -50,27 +52,16 @@ class Kernel:
             f"{self.name}: {self.registers} registers, {self.spilled_bytes} bytes spilled, "
             f"{self.shared_bytes / 1024:.0f} KiB shared memory, {self.wgmma} wgmma"
             f"{' (SERIALIZED)' if self.serialized else ''}, {self.copies} TMA copies"
+            f"{f', {self.pieces} pieces gathered' if self.pieces else ''}"
         )
 
 
-@dataclass(frozen=True)
-class KDAShape:
-    """Sizes of a `chunk_kda` call in bfloat16 with float32 gates, as the model makes it."""
+def compile_kernels(
+    target: str, shapes: Sequence[Shape], dump: Path | None = None
+) -> dict[str, list[Kernel]]:
+    """The kernels of a call of each shape, compiled for a GPU of `TARGETS`.
 
-    B: int = 1
-    T: int = 8192
-    H: int = 64
-    K: int = 128
-    V: int = 128
-    packed: bool = False
-
-    def __str__(self) -> str:
-        sizes = f"B{self.B} T{self.T} H{self.H} {self.K}x{self.V}"
-        return f"kda {sizes} packed" if self.packed else f"kda {sizes}"
-
-
-def compile_kda(target: str, shapes: list[KDAShape]) -> dict[str, list[Kernel]]:
-    """The kernels of `chunk_kda` for each shape, compiled for a GPU of `TARGETS`.
+    In the directory `dump` the compiler leaves the code and the reports, one of each for a kernel.
 
     Raises:
       CannotCompile: what is missing, or the compiler's own message.
@@ -78,10 +69,10 @@ def compile_kda(target: str, shapes: list[KDAShape]) -> dict[str, list[Kernel]]:
     if target not in TARGETS:
         raise CannotCompile(f"no target is called {target!r}; there are {', '.join(TARGETS)}")
     root = _toolkit()
-    with tempfile.TemporaryDirectory() as dump:
+    with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
             [sys.executable, "-m", "pallas_kernels.aot"],
-            input=json.dumps([target, [asdict(shape) for shape in shapes]]),
+            input=json.dumps([target, [[type(shape).__name__, asdict(shape)] for shape in shapes]]),
             env=os.environ
             | {
                 "JAX_PLATFORMS": "cpu",
@@ -89,7 +80,7 @@ def compile_kda(target: str, shapes: list[KDAShape]) -> dict[str, list[Kernel]]:
                 "JAX_TRACEBACK_FILTERING": "off",  # so that an error's last line is its message
                 "XLA_FLAGS": f"--xla_gpu_cuda_data_dir={root}",
                 "MOSAIC_GPU_CUDA_ROOT": str(root),
-                "MOSAIC_GPU_DUMP_TO": dump,
+                "MOSAIC_GPU_DUMP_TO": str(dump or directory),
                 "MOSAIC_GPU_DUMP_PTX": "1",
                 "MOSAIC_GPU_DUMP_PTXAS": "1",
                 # Without it the compiler prints where each dump came from, for minutes.
@@ -160,6 +151,8 @@ def _compile(target: str, function: Callable[..., Any], inputs: dict[str, Any]) 
     before = set(dump.iterdir())
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         jax.jit(function).lower(**inputs).compile()
+    for log in dump.glob("*.mlir-passes.log"):
+        log.unlink()  # a hundred megabytes that nobody asked for
     reports = sorted(path for path in set(dump.iterdir()) - before if path.suffix == ".ptxas")
     return [_read(path) for path in reports]
 
@@ -182,34 +175,17 @@ def _read(report: Path) -> Kernel:
         shared_bytes=number(r"smem_scratch_bytes=(\d+)", resources),
         wgmma=len(re.findall(r"wgmma\.mma_async", code)),
         copies=len(re.findall(r"cp\.async\.bulk\.tensor", code)),
+        pieces=len(re.findall(r"cp\.async\.cg\.shared\.global", code)),
         serialized="serialized" in text,
     )
 
 
-def _kda_inputs(shape: KDAShape) -> dict[str, jax.ShapeDtypeStruct]:
-    B, T, H, K, V = shape.B, shape.T, shape.H, shape.K, shape.V
-    struct = jax.ShapeDtypeStruct
-    inputs = {
-        "q": struct((B, T, H, K), jnp.bfloat16),
-        "k": struct((B, T, H, K), jnp.bfloat16),
-        "v": struct((B, T, H, V), jnp.bfloat16),
-        "g": struct((B, T, H, K), jnp.float32),
-        "beta": struct((B, T, H), jnp.float32),
-        "initial_state": struct((B, H, K, V), jnp.float32),
-    }
-    return inputs | ({"segment_ids": struct((B, T), jnp.int32)} if shape.packed else {})
-
-
 def _main() -> None:
-    from pallas_kernels.kda import chunk_kda
-
-    def kda(**inputs: Any) -> Any:
-        return chunk_kda(**inputs, output_final_state=True, implementation="mosaic_gpu")
-
-    target, shapes = json.load(sys.stdin)
+    target, calls = json.load(sys.stdin)
     found = {}
-    for shape in (KDAShape(**fields) for fields in shapes):
-        kernels = _compile(target, kda, _kda_inputs(shape))
+    for name, sizes in calls:
+        shape = SHAPES[name](**sizes)
+        kernels = _compile(target, shape.call, shape.inputs())
         found[str(shape)] = [asdict(kernel) for kernel in kernels]
     print(json.dumps(found))
 

@@ -191,7 +191,7 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
             # A slot that is free is filled before the tile before it has arrived, so that memory is
             # never idle; while it is not, nothing keeps that tile from being published.
             used = t >= STAGES
-            late = used if interpret else used & ~plgpu.barrier_test(empty.at[slot])
+            late = used if interpret else used & jnp.logical_not(plgpu.barrier_test(empty.at[slot]))
 
             @pl.when(late)
             def wait():

@@ -25,6 +25,21 @@ def float32():
 
 
 @pytest.fixture(scope="session")
+def tile_places():
+    """Where each row's 16-byte pieces lie in a bfloat16 tile [64, 512] of the tensor cores.
+
+    Groups of 8 rows; in a group, bands of 64 columns; in a band, rows of eight pieces, whose number
+    is mixed with that of the row.
+    """
+    places = np.zeros((64, 64), int)
+    for row, piece in np.ndindex(64, 64):
+        band, in_band = divmod(piece, 8)
+        place = row // 8, band, row % 8, in_band ^ (row % 8)
+        places[row, piece] = 16 * np.ravel_multi_index(place, (8, 8, 8, 8))
+    return places
+
+
+@pytest.fixture(scope="session")
 def kda_arguments():
     """Draws the arguments of `chunk_kda`, in NumPy float64; K ≠ V, so that no swap stays hidden."""
 

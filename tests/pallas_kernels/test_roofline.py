@@ -3,6 +3,7 @@
 import pytest
 
 from pallas_kernels import aot
+from pallas_kernels.aot_calls import KDAShape
 from pallas_kernels.kda import roofline
 from pallas_kernels.roofline import Card, Stage
 
@@ -32,7 +33,7 @@ def test_bound_names_what_takes_longer():
 
 def test_unknown_target_is_refused_with_the_known_ones():
     with pytest.raises(aot.CannotCompile, match="'b300'; there are h200"):
-        aot.compile_kda("b300", [aot.KDAShape()])
+        aot.compile_kernels("b300", [KDAShape()])
 
 
 def test_every_target_has_its_description():

@@ -66,15 +66,7 @@ if jax.__version_info__[:2] == (0, 11):
             for A in (1, 64):
                 assert mosaic_gpu.supports(*inputs(A=A)) is None
 
-    def test_every_piece_of_a_tile_goes_where_the_tensor_cores_look_for_it():
-        # The layout by its definition: groups of 8 rows, of these bands of 64 columns, of these
-        # rows of eight 16-byte pieces, whose number is exchanged with that of the row.
-        place = np.full((64, 64), -1)  # [row, piece]
-        for row, piece in np.ndindex(64, 64):
-            band, in_band = divmod(piece, 8)
-            unswizzled = [row // 8, band, row % 8, in_band ^ (row % 8)]
-            place[row, piece] = np.ravel_multi_index(unswizzled, (8, 8, 8, 8)) * 16
-
+    def test_every_piece_of_a_tile_goes_where_the_tensor_cores_look_for_it(tile_places):
         copied = np.zeros((64, 64), int)
         for thread in range(128):
             row, source, target = mosaic_gather.first_piece(thread)
@@ -82,7 +74,7 @@ if jax.__version_info__[:2] == (0, 11):
                 for band in range(mosaic_gather.BANDS):
                     rows, in_row, in_tile = mosaic_gather.further_piece(i, band)
                     at = row + rows, (source + in_row) // mosaic_gather.PIECE
-                    assert target + in_tile == place[at]
+                    assert target + in_tile == tile_places[at]
                     copied[at] += 1
         assert (copied == 1).all()
 
