@@ -23,7 +23,7 @@ from . import codecs
 from .header import DTYPES, StoredTensor
 from .layouts import ARRAY_KEYS, Scheme, released_prefix
 from .match import Entry, Layers, match, resolve_layers
-from .reader import Checkpoint
+from .reader import Box, Checkpoint
 
 SHOWN = 3  # faults that the one-line error quotes
 
@@ -294,6 +294,48 @@ def read_into(
             target[...] = piece.astype(out.dtype)
         if array.key is not None:
             _check_scale(checkpoint, array.key, tensor, target)
+
+
+def read_box(checkpoint: Checkpoint, array: BoundArray, out: np.ndarray, box: Box) -> None:
+    """Fill `out`, of the array's dtype, with a part of it; only the bytes of that are read.
+
+    Raises CheckpointError for a scale that is not finite.
+    """
+    for target, source, part in _boxes(array, out, box):
+        stored = DTYPES[source.dtype][1]
+        piece = target if stored == out.dtype else np.empty(target.shape, stored)
+        checkpoint.read_box(source, piece, part)
+        if piece is not target:
+            target[...] = piece.astype(out.dtype)
+        if array.key is not None:
+            _check_scale(checkpoint, array.key, source, target)
+
+
+def _boxes(
+    array: BoundArray, out: np.ndarray, box: Box
+) -> Iterator[tuple[np.ndarray, StoredTensor, Box]]:
+    """(view of `out`, tensor, part of the tensor) for every source that a part touches."""
+    if array.transform == "stack":
+        for place, index in enumerate(range(*box[0])):
+            yield out[place, ...], array.sources[index].tensor, box[1:]
+        return
+    begin, (first, end) = 0, box[0]
+    for source in array.sources:
+        # A native fused tensor is cut on axis -2, which a concatenated one has not.
+        shape, rows = list(source.tensor.shape), source.rows
+        height = shape[0]
+        low, high = max(first, begin), min(end, begin + height)
+        if low < high:
+            part = [(low - begin, high - begin), *box[1:]]
+            if rows is not None:
+                above = part[-2]
+                part[-2] = (above[0] + rows.start, above[1] + rows.start)
+            # The convolution's unit axis is squeezed out of the leaf.
+            while len(part) < len(shape):
+                part.insert(1, (0, 1))
+            target = out[low - first : high - first]
+            yield target.reshape([b - a for a, b in part]), source.tensor, tuple(part)
+        begin += height
 
 
 def _pieces(

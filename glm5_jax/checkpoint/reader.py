@@ -6,6 +6,7 @@ there. No JAX here.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ COMPANIONS = (
     "vocab.json",
     "vocab.txt",
 )
+Box = tuple[tuple[int, int], ...]  # of an array: first and end, by dimension
 UNCACHED = 2**20  # what is read once and is smaller than this may stay in the system's cache
 
 
@@ -96,24 +98,49 @@ class Checkpoint:
         not cache them: who reads hundreds of GB once would drive all else out of memory.
         """
         tensor, dtype = self._tensor(tensor)
-        begin = start * dtype.itemsize
+        if start < 0 or (start + out.size) * dtype.itemsize > tensor.nbytes:
+            raise ValueError(f"{tensor.name}: {out.size} elements from {start} are too many")
+        self._read_runs(tensor, dtype, out, [start], once)
+
+    def read_box(self, tensor: str | StoredTensor, out: np.ndarray, box: Box) -> None:
+        """Fill `out` with a part of the tensor, (first, end) of every dimension, and read no more.
+
+        `out` must be C-contiguous, of the stored dtype and of the part's shape.
+        """
+        tensor, dtype = self._tensor(tensor)
+        if out.shape != tuple(end - first for first, end in box):
+            raise ValueError(f"{tensor.name}: out must be the part {box}, got {out.shape}")
+        # Behind the last dimension that is cut, elements lie together.
+        cut = [axis for axis, n in enumerate(tensor.shape) if box[axis] != (0, n)]
+        outer = cut[-1] if cut else 0
+        strides = [math.prod(tensor.shape[axis + 1 :]) for axis in range(len(box))]
+        starts = np.zeros((), np.int64)
+        for axis, (first, end) in enumerate(box[: outer + 1]):
+            along = np.arange(first, end if axis < outer else first + 1) * strides[axis]
+            starts = starts[..., None] + along
+        self._read_runs(tensor, dtype, out, starts.reshape(-1).tolist(), once=False)
+
+    def _read_runs(
+        self, tensor: StoredTensor, dtype: np.dtype, out: np.ndarray, starts: list[int], once: bool
+    ) -> None:
+        """Fill `out`, run after run of equal length, from these flat elements on."""
         if out.dtype != dtype or not out.flags.c_contiguous:
             raise ValueError(f"{tensor.name}: out must be contiguous {dtype}, got {out.dtype}")
-        if start < 0 or begin + out.nbytes > tensor.nbytes:
-            raise ValueError(f"{tensor.name}: {out.size} elements from {start} are too many")
         path = self.directory / tensor.file
         target = out.reshape(-1).view(np.uint8).data
+        length = len(target) // max(1, len(starts))
         try:
             with open(path, "rb", buffering=0) as stream:
-                stream.seek(tensor.offset + begin)
-                done = 0
-                while done < len(target):
-                    count = stream.readinto(target[done:])
-                    if not count:
-                        raise CheckpointError(f"{path}: {tensor.name}: the file ends inside it")
-                    done += count
+                for run, start in enumerate(starts):
+                    stream.seek(tensor.offset + start * dtype.itemsize)
+                    done, end = run * length, (run + 1) * length
+                    while done < end:
+                        count = stream.readinto(target[done:end])
+                        if not count:
+                            raise CheckpointError(f"{path}: {tensor.name}: the file ends inside it")
+                        done += count
                 if once and len(target) >= UNCACHED and hasattr(os, "posix_fadvise"):
-                    extent = (tensor.offset + begin, len(target))
+                    extent = (tensor.offset + starts[0] * dtype.itemsize, len(target))
                     os.posix_fadvise(stream.fileno(), *extent, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise CheckpointError(f"{path}: {tensor.name}: cannot be read: {error}") from None

@@ -1,0 +1,162 @@
+"""From the logical axes of the spec table to the axes of a device mesh.
+
+The table says what every axis of a leaf means (`vocab`, `heads`, `experts`, ...), `ShardingRules`
+along which mesh axes that meaning is cut. What follows is data: which part of a leaf each device
+has. JAX is imported where a mesh of devices is at hand; rules and sizes do without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from .config import ModelConfig
+from .errors import ConfigError
+from .specs import Leaf, leaves
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh, NamedSharding
+
+Axes = tuple[str, ...]
+MeshShape = Mapping[str, int]  # size by axis name
+Pieces = tuple[Axes, ...]  # of every dimension of an array, the mesh axes that cut it
+
+# What must divide evenly, by logical axis: the dims of `ModelConfig.dims` that it runs over. A
+# head's own width is never cut, so it is the heads that count. The others have no axis of their
+# own: they are small, or all of them is needed everywhere.
+CUT_BY: Mapping[str, tuple[str, ...]] = {
+    "vocab": ("Vo",),
+    "embed": ("X",),
+    "heads": ("A",),
+    "kda_heads": ("H",),
+    "mlp": ("F", "Is"),
+    "expert_mlp": ("I",),
+    "experts": ("E",),
+}
+
+
+@dataclass(frozen=True)
+class ShardingRules:
+    """Along which mesh axes each logical axis is cut: a name, several (major first), or ().
+
+    A mesh that lacks an axis is as one that has it with size 1. What is not named here is whole on
+    every device: the indexer, the hyper-connections, the convolution, whose rows are those of q, k
+    and v behind one another.
+
+    vocab: the rows of the embedding and of the head.
+    embed: the hidden size, in weights alone: they are gathered where they are used (FSDP).
+    heads, kda_heads: the heads of DSA and of KDA.
+    mlp: the width of the dense MLP and of the shared expert.
+    expert_mlp, experts: the width of a routed expert, and which experts.
+    batch: rows of a batch, in activations and caches.
+    """
+
+    vocab: str | Axes = ()
+    embed: str | Axes = ()
+    heads: str | Axes = ()
+    kda_heads: str | Axes = ()
+    mlp: str | Axes = ()
+    expert_mlp: str | Axes = ()
+    experts: str | Axes = ()
+    batch: str | Axes = "data"
+
+    def axes(self, logical: str | None) -> Axes:
+        """The mesh axes of a logical axis, none for one that is never cut."""
+        given = getattr(self, logical, ()) if logical else ()
+        return (given,) if isinstance(given, str) else tuple(given)
+
+    def pieces(self, axes: Sequence[str | None], mesh: MeshShape) -> Pieces:
+        """Of every dimension of an array with these logical axes, the mesh axes that cut it."""
+        return tuple(tuple(a for a in self.axes(axis) if mesh.get(a, 1) > 1) for axis in axes)
+
+
+_TENSOR = dict(vocab="tensor", heads="tensor", kda_heads="tensor", mlp="tensor")
+PRESETS: Mapping[str, ShardingRules] = {
+    "tp": ShardingRules(**_TENSOR, expert_mlp="tensor"),
+    "ep": ShardingRules(experts="expert"),
+    "tp_ep": ShardingRules(**_TENSOR, expert_mlp="tensor", experts="expert"),
+    "fsdp": ShardingRules(embed="data"),
+}
+
+
+def find_rules(rules: ShardingRules | str | None) -> ShardingRules:
+    """Rules as given, those of a preset by name, or `tp_ep`, which suits any mesh."""
+    if isinstance(rules, ShardingRules):
+        return rules
+    name = "tp_ep" if rules is None else rules
+    if name not in PRESETS:
+        raise ConfigError(f"rules: expected ShardingRules or {', '.join(PRESETS)}, got {rules!r}")
+    return PRESETS[name]
+
+
+def check_rules(rules: ShardingRules, config: ModelConfig, mesh: MeshShape) -> None:
+    """Raise ConfigError, one line, for a cut that does not come out even.
+
+    Also for a mesh axis that no rule names, over which all would be computed several times, and for
+    one that would cut two dimensions of one array.
+    """
+    used: set[str] = set()
+    for field in fields(rules):
+        axes = rules.axes(field.name)
+        used.update(axes)
+        parts = math.prod(mesh.get(axis, 1) for axis in axes)
+        for letter in CUT_BY.get(field.name, ()):
+            if config.dims[letter] % parts:
+                raise ConfigError(
+                    f"{field.name}: {config.dims[letter]} ({letter}) cannot be divided over "
+                    f"{' × '.join(axes)} = {parts} devices; choose a divisor"
+                )
+    for leaf in leaves(config).values():
+        cuts = [(name, logical) for logical in leaf.axes for name in rules.axes(logical)]
+        for name, logical in cuts:
+            if others := [other for twin, other in cuts if twin == name and other != logical]:
+                raise ConfigError(
+                    f"{logical} and {others[0]} are both cut along {name}, and are axes of one "
+                    f"weight ({leaf.path}): a mesh axis cuts one dimension of it"
+                )
+    if idle := [axis for axis, size in mesh.items() if size > 1 and axis not in used]:
+        raise ConfigError(
+            f"mesh axis {idle[0]}: no rule cuts anything along it; the rules name "
+            f"{', '.join(sorted(used)) or 'none'}"
+        )
+
+
+def array_pieces(
+    rules: ShardingRules, leaf: Leaf, shape: tuple[int, ...], mesh: MeshShape
+) -> Pieces:
+    """How an array of a leaf is cut: the leaf itself, or the codes or scales that it is stored as.
+
+    A scale belongs to some rows and columns of the leaf and goes where they go; one that belongs to
+    all of a dimension is whole along it. Raises ConfigError where a cut would go through the block
+    of a scale.
+    """
+    pieces: list[Axes] = []
+    for size, whole, axes in zip(shape, leaf.shape, rules.pieces(leaf.axes, mesh), strict=False):
+        parts = math.prod(mesh[axis] for axis in axes)
+        if size == 1 or parts == 1:
+            pieces.append(())
+        elif size % parts or whole % parts or (whole // parts) % -(-whole // size):
+            raise ConfigError(
+                f"{leaf.path}: {whole} in blocks of {-(-whole // size)} cannot be divided over "
+                f"{' × '.join(axes)} = {parts} devices"
+            )
+        else:
+            pieces.append(axes)
+    return tuple(pieces)
+
+
+def part_of(shape: tuple[int, ...], pieces: Pieces, mesh: MeshShape) -> tuple[int, ...]:
+    """The shape of the part of an array that one device has."""
+    return tuple(
+        size // math.prod(mesh[axis] for axis in axes)
+        for size, axes in zip(shape, pieces, strict=True)
+    )
+
+
+def named_sharding(pieces: Pieces, mesh: Mesh) -> NamedSharding:
+    """The same as JAX says it."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in pieces)))
