@@ -51,7 +51,6 @@ def test_parts_of_the_release_are_those_that_jax_would_make(preset):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("preset", PRESETS)
 def test_what_is_cut_is_on_one_device_and_the_rest_on_all(preset):
     """By role, in bytes: the whole of a role over the devices, or once on each of them."""
     rules, mesh = PRESETS[preset], MESHES[preset]
