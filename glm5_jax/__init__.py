@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .generation import generate
     from .model import TextModel, load
     from .numerics.compare import compare
+    from .numerics.explain import explain
     from .numerics.trace import Trace
     from .numerics.tracing import trace
     from .skeleton import Skeleton
@@ -39,6 +40,7 @@ _HOME = {
     "audit": "checkpoint.audit",
     "compare": "numerics.compare",
     "convert": "checkpoint.convert",
+    "explain": "numerics.explain",
     "export": "checkpoint.export",
     "generate": "generation",
     "load": "model",
@@ -64,6 +66,7 @@ __all__ = [
     "audit",
     "compare",
     "convert",
+    "explain",
     "export",
     "generate",
     "load",

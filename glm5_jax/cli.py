@@ -356,15 +356,17 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each side.")] = 5,
     compile_for: Annotated[
         str | None,
-        typer.Option(help="kda: compile its GPU kernels for this card (h200), which need not be."),
+        typer.Option(
+            help="kda, sparse-mla: compile the kernels for this card (h200), which need not be."
+        ),
     ] = None,
-    run: Annotated[bool, typer.Option("--run", help="kda: time its kernels on a GPU.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="kda, sparse-mla: time the kernels on a GPU.")
+    ] = False,
 ) -> None:
     """Time ours beside a named peer, in one run; exit 1 when a goal is missed."""
     if compile_for or run:
-        if names != ["kda"]:
-            raise ConfigError("--compile-for and --run belong to `bench kda`")
-        _bench_kda_kernels(repeats, compile_for, run)
+        _bench_kernels(names or [], repeats, compile_for, run)
     from glm5_jax.bench import ASKED_FOR, BENCHES
 
     every = BENCHES | ASKED_FOR
@@ -378,19 +380,22 @@ def bench(
     raise typer.Exit(0 if all(timing.reached for timing in timings) else 1)
 
 
-def _bench_kda_kernels(repeats: int, target: str | None, run: bool) -> None:
-    from glm5_jax.bench_gpu import compile_lines, run_lines
+def _bench_kernels(names: list[str], repeats: int, target: str | None, run: bool) -> None:
+    from glm5_jax.bench_gpu import SHAPES, compile_lines, run_lines
 
-    good = True
+    if len(names) != 1 or names[0] not in SHAPES:
+        raise ConfigError(f"--compile-for and --run belong to one bench of {', '.join(SHAPES)}")
+    shape, good = SHAPES[names[0]], True
     if target:
-        lines, good = compile_lines(target)
+        lines, good = compile_lines(target, shape)
         print(*lines, sep="\n", flush=True)
     if run:
-        print(*run_lines(repeats), sep="\n")
+        print(*run_lines(shape, repeats), sep="\n")
     raise typer.Exit(0 if good else 1)
 
 
 app.command()(cli_numerics.compare)
+app.command()(cli_numerics.explain)
 
 
 @app.command()

@@ -34,3 +34,25 @@ def compare(
         table.write_plots(plots)
     print(table.to_json() if json else table.to_text(color=sys.stdout.isatty()))
     raise typer.Exit(0 if table.ok else 1)
+
+
+def explain(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")],
+    trace: TraceFile,
+    other: TraceFile,
+    site: Annotated[
+        str | None, typer.Option(help="Look here, and not where the two part first.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+) -> None:
+    """Name the known mistake that makes OTHER part from TRACE, a trace of DIR; exit 1 if they part.
+
+    A command of its own, and no option of compare: that wants two files and no weights.
+    """
+    from glm5_jax.model import load
+    from glm5_jax.numerics.explain import explain
+    from glm5_jax.numerics.explain_report import to_json, to_text
+
+    found = explain(load(directory), trace, other, site)
+    print(to_json(found) if json else to_text(found, color=sys.stdout.isatty()))
+    raise typer.Exit(0 if found.ok else 1)
