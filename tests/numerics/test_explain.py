@@ -120,7 +120,7 @@ def test_what_cannot_be_explained_says_why(engine):
     with pytest.raises(TraceError, match="no site of this model is called 'attn'"):
         explain(engine.model, engine.right, engine.right, site="attn")
     raw = json.loads(engine.right.meta["config"])
-    raw["text_config"] |= {"mlp_layer_types": ["sparse", "sparse"]}
+    raw["mlp_layer_types"] = ["sparse", "sparse"]
     config = json.dumps(raw)
     sha256 = hashlib.sha256(config.encode()).hexdigest()
     with pytest.raises(TraceError, match="of another model"):
