@@ -1,8 +1,9 @@
-"""The KDA kernels on a GPU: compiled without one, or timed on one beside what is installed.
+"""The kernels on a GPU: compiled without one, or timed on one beside other forms of the same.
 
 `--compile-for` prints what the assembler reports of each kernel and the least time that the shape
-allows. `--run` needs a Hopper GPU. Its peers are optional: flash-linear-attention (`fla-core`, on
-torch) and jax-linear-attention; one that is missing is named, not skipped in silence.
+allows. `--run` needs a Hopper GPU. The peers of KDA are optional: flash-linear-attention
+(`fla-core`, on torch) and jax-linear-attention; one that is missing is named, not skipped in
+silence. Sparse MLA has none that takes its inputs, and is timed beside its form in plain JAX.
 """
 
 import functools
@@ -17,16 +18,21 @@ import numpy as np
 
 from glm5_jax.errors import ConfigError
 from pallas_kernels.aot import CannotCompile, compile_kernels, versions
-from pallas_kernels.aot_calls import KDAShape
-from pallas_kernels.kda import chunk_kda, mosaic_gpu, roofline
-from pallas_kernels.roofline import H200
+from pallas_kernels.aot_calls import KDAShape, Shape, SparseMLAShape
+from pallas_kernels.kda import chunk_kda
+from pallas_kernels.kda import mosaic_gpu as kda_kernels
+from pallas_kernels.kda import roofline as kda_roofline
+from pallas_kernels.roofline import H200, Stage
+from pallas_kernels.sparse_mla import mosaic_gpu as mla_kernel
+from pallas_kernels.sparse_mla import roofline as mla_roofline
+from pallas_kernels.sparse_mla import sparse_mla_decode
 
 CALLS = 20  # between two looks at the clock
+SHAPES: dict[str, Shape] = {"kda": KDAShape(), "sparse-mla": SparseMLAShape()}
 
 
-def compile_lines(target: str, shape: KDAShape | None = None) -> tuple[list[str], bool]:
+def compile_lines(target: str, shape: Shape) -> tuple[list[str], bool]:
     """What `--compile-for` prints, and whether every kernel is free of spills and uses wgmma."""
-    shape = shape or KDAShape()
     try:
         kernels = compile_kernels(target, [shape])[str(shape)]
         used = versions()
@@ -34,24 +40,43 @@ def compile_lines(target: str, shape: KDAShape | None = None) -> tuple[list[str]
         raise ConfigError(str(error)) from error
     lines = [f"{shape} for {target}, JAX {used['jax']}, ptxas {used['ptxas']}"]
     lines += [f"  {kernel}" for kernel in kernels]
-    lines += [f"  {line}" for line in _roofline(shape)]
+    lines += [f"  {stage.describe(H200)}" for stage in _stages(shape)]
     good = all(x.spilled_bytes == 0 and x.wgmma and not x.serialized for x in kernels)
     return lines, good
 
 
-def _roofline(shape: KDAShape) -> list[str]:
-    stages = roofline.stages(shape.B, shape.T, shape.H, shape.V)
-    floor = roofline.floor(shape.B, shape.T, shape.H, shape.K, shape.V)
-    return [stage.describe(H200) for stage in [*stages, floor]]
+def _stages(shape: Shape) -> list[Stage]:
+    """Those of the kernels, and the least of any."""
+    if isinstance(shape, KDAShape):
+        return [
+            *kda_roofline.stages(shape.B, shape.T, shape.H, shape.V),
+            kda_roofline.floor(shape.B, shape.T, shape.H, shape.K, shape.V),
+        ]
+    return [
+        *mla_roofline.stages(shape.B, shape.T, shape.W),
+        mla_roofline.floor(shape.B, shape.T, shape.A, shape.W, shape.R),
+    ]
 
 
-def run_lines(repeats: int = 5, shape: KDAShape | None = None) -> list[str]:
+def run_lines(shape: Shape, repeats: int = 5) -> list[str]:
     """Milliseconds of the forward pass for ours and each peer, and the share of the floor.
 
     Raises:
       ConfigError: there is no GPU that the kernels run on.
     """
-    shape = shape or KDAShape()
+    lines = [f"{shape} on {jax.devices()[0].device_kind}, JAX {jax.__version__}"]
+    if isinstance(shape, KDAShape):
+        calls, missing = _kda_calls(shape)
+    else:
+        calls, missing = _sparse_mla_calls(shape), []
+    stages = _stages(shape)
+    floor, _ = stages[-1].bound(H200)
+    for name, taken in _milliseconds(calls, repeats).items():
+        lines.append(f"  {name}: {taken:.3f} ms, {taken / (floor * 1e3):.1f} times the floor")
+    return lines + missing + [f"  {stage.describe(H200)}" for stage in stages]
+
+
+def _kda_calls(shape: KDAShape) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     rng = np.random.default_rng(0)
     sizes = (shape.B, shape.T, shape.H)
     q, k, v = (
@@ -62,24 +87,47 @@ def run_lines(repeats: int = 5, shape: KDAShape | None = None) -> list[str]:
     beta = jnp.asarray(rng.random(sizes, np.float32))
     inputs = (q, k, v, g, beta)
     state = jnp.zeros((shape.B, shape.H, shape.K, shape.V), jnp.float32)
-    if reason := mosaic_gpu.supports(*inputs, state):
-        raise ConfigError(f"bench kda --run: {reason}")
+    _refuse("kda", kda_kernels.supports(*inputs, state))
 
     calls: dict[str, Callable[[], Any]] = {}
     for name in ("mosaic_gpu", "xla"):
         run = jax.jit(functools.partial(chunk_kda, implementation=name))
         calls[f"ours, {name}"] = functools.partial(run, *inputs)
-    lines = [f"{shape} on {jax.devices()[0].device_kind}, JAX {jax.__version__}"]
+    missing = []
     for name, make in (("flash-linear-attention", _fla), ("jax-linear-attention", _jla)):
         try:
             calls[name] = make(inputs)
         except ImportError as error:
-            lines.append(f"  {name}: not installed ({error})")
-    floor, _ = roofline.floor(*sizes, shape.K, shape.V).bound(H200)
-    times = _milliseconds(calls, repeats)
-    for name, taken in times.items():
-        lines.append(f"  {name}: {taken:.3f} ms, {taken / (floor * 1e3):.1f} times the floor")
-    return lines + [f"  {line}" for line in _roofline(shape)]
+            missing.append(f"  {name}: not installed ({error})")
+    return calls, missing
+
+
+def _sparse_mla_calls(shape: SparseMLAShape) -> dict[str, Callable[[], Any]]:
+    sizes = shape.inputs()
+    _refuse("sparse-mla", mla_kernel.supports(**sizes))
+    # Made on the device: the latents alone are gigabytes.
+    of_q, of_kv, of_indices = jax.random.split(jax.random.key(0), 3)
+    q, kv = (
+        jax.random.normal(key, sizes[name].shape, jnp.bfloat16)
+        for key, name in ((of_q, "q"), (of_kv, "kv"))
+    )
+    # Each token's rows are apart by as much, and so distinct; they begin anywhere.
+    B, T, W = sizes["indices"].shape
+    start = jax.random.randint(of_indices, (B, T, 1), 0, shape.S)
+    rows = sizes["kv"].shape[-2]
+    indices = ((start + jnp.arange(W) * (rows // W)) % rows).astype(jnp.int32)
+    calls: dict[str, Callable[[], Any]] = {}
+    for name in ("mosaic_gpu", "xla"):
+        run = jax.jit(
+            functools.partial(sparse_mla_decode, scale=1 / 16, return_lse=True, implementation=name)
+        )
+        calls[f"ours, {name}"] = functools.partial(run, q, kv, indices)
+    return calls
+
+
+def _refuse(bench: str, reason: str | None) -> None:
+    if reason:
+        raise ConfigError(f"bench {bench} --run: {reason}")
 
 
 def _milliseconds(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
