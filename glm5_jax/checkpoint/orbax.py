@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +13,9 @@ from .database import TREE, one_line, open_array
 from .ledger import tree_path
 from .reader import ORBAX_MARKER
 from .staging import JOURNAL, unfinished_directory
+
+Part = list[int] | tuple[slice, ...] | None
+"""Of an array: some rows, a slice of every dimension, or all of it."""
 
 _MARKERS = (ORBAX_MARKER, "orbax.checkpoint")
 
@@ -88,20 +90,20 @@ def stored_leaves(directory: Path) -> dict[str, StoredLeaf]:
     return found
 
 
-def fill_array(
-    directory: Path, path: str, out: np.ndarray, rows: Sequence[int] | None = None
-) -> None:
-    """Read an array, or those rows of its first axis, into `out`; CheckpointError if damaged.
+def fill_array(directory: Path, path: str, out: np.ndarray, part: Part = None) -> None:
+    """Read an array, or rows of its first axis, or a box, into `out`; CheckpointError if damaged.
 
-    Only the chunks that hold the rows are read.
+    Only the chunks that hold the part are read.
     """
     # By TensorStore, not by Orbax: what that prints about a damaged array fills pages.
     import tensorstore
 
     try:
         stored = open_array(directory, path).result()
-        part = stored if rows is None else stored[list(rows)]
-        tensorstore.array(out, copy=False, write=True).write(part).result()
+        chosen = stored if part is None else stored[part]
+        target = tensorstore.array(out, copy=False, write=True)
+        # A box keeps its place in the whole; here it begins at zero.
+        target.write(chosen.translate_to[0] if isinstance(part, tuple) else chosen).result()
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{directory}: {path} cannot be read: {one_line(error)}; "

@@ -19,12 +19,12 @@ from ..config import ModelConfig, load_config
 from ..errors import CheckpointError
 from ..specs import Leaf, leaves
 from . import codecs
-from .bind import BoundLeaf, bind, read_into, read_leaf
+from .bind import BoundArray, BoundLeaf, bind, read_box, read_into, read_leaf
 from .dtypes import check_dtype, decoded_dtype, leaf_dtype
 from .layouts import check_arrays
 from .ledger import read_ledger
-from .orbax import StoredLeaf, fill_array, is_orbax, stored_leaves
-from .reader import INDEX, open_checkpoint
+from .orbax import Part, StoredLeaf, fill_array, is_orbax, stored_leaves
+from .reader import INDEX, Box, open_checkpoint
 
 ALIGNMENT = 64  # of arrays that JAX uses where they are, without a copy
 PIECE_BYTES = 64 * 2**20  # held beside a leaf while it is cast or decoded
@@ -94,6 +94,7 @@ class LeafReader(ABC):
         self.leaves = leaves
         self.dtype = dtype
         self.bytes_read = 0
+        self._block = None if config.quantization is None else config.quantization.weight_block_size
 
     def read(self, path: str, rows: Rows = None, room: int | None = None) -> dict[str, np.ndarray]:
         """A leaf by path, or the arrays of one that stays quantised (``<path>.codes``, ...).
@@ -102,25 +103,61 @@ class LeafReader(ABC):
         least as many as are read; what lies behind those is not filled. Raises CheckpointError, one
         line, for what cannot be read and for scales that are not finite.
         """
-        leaf = self.leaves[path]
-        if self._quantized(path) and (decoded := decoded_dtype(leaf, self.dtype)) is not None:
-            out, part = _empty(leaf.shape, decoded, rows, room)
-            for piece, some in _pieces(part, rows):
-                self._decode(piece, path, some)
-            return {path: out}
+        stored = self._stored(path) if not self._decodes(path) else {}
         found = {}
-        for key, array in self._stored(path).items():
-            dtype = array.dtype if key else leaf_dtype(leaf, array.dtype, self.dtype)
-            out, part = _empty(array.shape, dtype, rows, room)
-            if dtype == array.dtype:
+        for name, (shape, dtype) in self.arrays(path).items():
+            out, part = _empty(shape, dtype, rows, room)
+            key = _key(path, name)
+            if not stored:
+                for piece, some in _pieces(part, rows):
+                    self._decode(piece, path, some)
+            elif dtype == stored[key].dtype:
                 self._fill(part, path, key, rows)
             else:
                 for piece, some in _pieces(part, rows):
-                    stored = np.empty(piece.shape, array.dtype)
-                    self._fill(stored, path, key, some)
-                    piece[...] = stored.astype(dtype)
-            found[f"{path}.{key}" if key else path] = out
+                    raw = np.empty(piece.shape, stored[key].dtype)
+                    self._fill(raw, path, key, some)
+                    piece[...] = raw.astype(dtype)
+            found[name] = out
         return found
+
+    def read_box(self, path: str, name: str, box: Box) -> np.ndarray:
+        """A part, (first, end) of every dimension, of the array `name` that `read` gives of a leaf.
+
+        Nothing else is read. Errors are those of `read`; a part of what is decoded begins and ends
+        where the block of a scale does.
+        """
+        shape, dtype = self.arrays(path)[name]
+        out, _ = _empty(tuple(end - first for first, end in box), dtype, None, None)
+        decodes, raw = self._decodes(path), {}
+        for key, array in self._stored(path).items():
+            if decodes or key == _key(path, name):
+                part = tuple(
+                    (0, n) if n == 1 else (first * n // whole, -(-end * n // whole))
+                    for n, whole, (first, end) in zip(array.shape, shape, box, strict=False)
+                )
+                raw[key] = np.empty([end - first for first, end in part], array.dtype)
+                self._fill_box(raw[key], path, key, part)
+        if decodes:
+            codecs.decode(raw, self._block, dtype, out)
+        else:
+            out[...] = raw[_key(path, name)].astype(dtype)
+        return out
+
+    def arrays(self, path: str) -> dict[str, StoredLeaf]:
+        """Shape and dtype of the arrays, by path, that `read` gives of a leaf."""
+        leaf = self.leaves[path]
+        if self._quantized(path) and (decoded := decoded_dtype(leaf, self.dtype)) is not None:
+            return {path: StoredLeaf(leaf.shape, decoded)}
+        return {
+            f"{path}.{key}" if key else path: StoredLeaf(
+                array.shape, array.dtype if key else leaf_dtype(leaf, array.dtype, self.dtype)
+            )
+            for key, array in self._stored(path).items()
+        }
+
+    def _decodes(self, path: str) -> bool:
+        return self._quantized(path) and self.dtype != "stored"
 
     def dtype_of(self, path: str) -> np.dtype:
         """The dtype in which `read` gives a leaf that is not quantised."""
@@ -137,6 +174,10 @@ class LeafReader(ABC):
     @abstractmethod
     def _fill(self, out: np.ndarray, path: str, key: str, rows: Rows) -> None:
         """Read one of those, or rows of it, into an array of its dtype."""
+
+    @abstractmethod
+    def _fill_box(self, out: np.ndarray, path: str, key: str, box: Box) -> None:
+        """Read a part of one of those."""
 
     @abstractmethod
     def _decode(self, out: np.ndarray, path: str, rows: Rows) -> None:
@@ -165,9 +206,16 @@ class SafetensorsReader(LeafReader):
         return {array.key or "": StoredLeaf(array.shape, array.dtype) for array in arrays}
 
     def _fill(self, out: np.ndarray, path: str, key: str, rows: Rows) -> None:
-        (array,) = (array for array in self._bound[path].arrays if (array.key or "") == key)
-        read_into(self._checkpoint, array, out, rows)
+        read_into(self._checkpoint, self._array(path, key), out, rows)
         self.bytes_read += out.nbytes
+
+    def _fill_box(self, out: np.ndarray, path: str, key: str, box: Box) -> None:
+        read_box(self._checkpoint, self._array(path, key), out, box)
+        self.bytes_read += out.nbytes
+
+    def _array(self, path: str, key: str) -> BoundArray:
+        (array,) = (array for array in self._bound[path].arrays if (array.key or "") == key)
+        return array
 
     def _decode(self, out: np.ndarray, path: str, rows: Rows) -> None:
         def count(_: object, array: np.ndarray) -> None:
@@ -182,14 +230,13 @@ class OrbaxReader(LeafReader):
     def __init__(self, path: Path, dtype: str, mtp: bool):
         self._directory = path.resolve()
         config = load_config(path)
-        self._block = None if config.quantization is None else config.quantization.weight_block_size
         self._arrays = stored_leaves(path)
         if mtp and not any(name.startswith("mtp.") for name in self._arrays):
             raise _no_mtp(path)
         # What is stored decides whether there is an MTP layer; a config may be silent about it.
         expected = leaves(replace(config, num_nextn_predict_layers=1), mtp=mtp)
-        self._keys = _check_tree(path, expected, self._arrays, self._block)
         super().__init__(config, expected, dtype)
+        self._keys = _check_tree(path, expected, self._arrays, self._block)
 
     def _quantized(self, path: str) -> bool:
         return "" not in self._keys[path]
@@ -198,8 +245,14 @@ class OrbaxReader(LeafReader):
         return {key: self._arrays[array] for key, array in self._keys[path].items()}
 
     def _fill(self, out: np.ndarray, path: str, key: str, rows: Rows) -> None:
+        self._fill_part(out, path, key, None if rows is None else list(rows))
+
+    def _fill_box(self, out: np.ndarray, path: str, key: str, box: Box) -> None:
+        self._fill_part(out, path, key, tuple(slice(*ends) for ends in box))
+
+    def _fill_part(self, out: np.ndarray, path: str, key: str, part: Part) -> None:
         array = self._keys[path][key]
-        fill_array(self._directory, array, out, rows)
+        fill_array(self._directory, array, out, part)
         if problem := codecs.scale_problem(key, out) if key else None:
             raise CheckpointError(f"{self._directory}: {array}: {problem}")
         self.bytes_read += out.nbytes
@@ -211,6 +264,11 @@ class OrbaxReader(LeafReader):
             arrays[key] = np.empty(shape, stored.dtype)
             self._fill(arrays[key], path, key, rows)
         codecs.decode(arrays, self._block, out.dtype, out)
+
+
+def _key(path: str, name: str) -> str:
+    """Of an array's path: what stands behind that of its leaf."""
+    return name[len(path) + 1 :]
 
 
 def _empty(

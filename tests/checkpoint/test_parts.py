@@ -1,11 +1,15 @@
 """Parts of arrays: the bytes of the whole array's part, and no other byte is read."""
 
+import json
+
 import numpy as np
 import pytest
 
 from glm5_jax.checkpoint.bind import bind, read_array, read_box
+from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.reader import open_checkpoint
-from glm5_jax.checkpoint.tiny import make_tiny
+from glm5_jax.checkpoint.restore import open_leaves
+from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 
 LAYOUTS = [
     ("released", "none"),
@@ -53,3 +57,37 @@ def test_part_of_another_shape_is_refused(tmp_path):
     checkpoint = open_checkpoint(make_tiny(tmp_path / "m"))
     with pytest.raises(ValueError, match="out must be the part"):
         checkpoint.read_box("lm_head.weight", np.empty((2, 2), "bfloat16"), ((0, 2), (0, 3)))
+
+
+@pytest.fixture(
+    scope="module", params=["none", "fp8", "nvfp4_modelopt", "nvfp4_compressed_tensors"]
+)
+def directories(request, tmp_path_factory):
+    """One model as safetensors and as Orbax, with blocks that halves of its experts consist of."""
+    config = json.loads(packaged_config("tiny").read_text())
+    config["text_config"] |= {"moe_intermediate_size": 32, "hidden_size": 64}
+    config["vision_config"]["out_hidden_size"] = 64
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    at = tmp_path_factory.mktemp("parts")
+    source = make_tiny(at / "m", config, quantization=request.param)
+    convert(source, at / "orbax")
+    return source, at / "orbax"
+
+
+@pytest.mark.parametrize("dtype", ["stored", "bfloat16", "float32"])
+def test_part_of_a_leaf_is_that_of_the_leaf(directories, dtype):
+    for path in directories:
+        reader = open_leaves(path, dtype)
+        for leaf in ("layers.3.ffn.experts.up_proj", "layers.3.ffn.experts.down_proj", "lm_head"):
+            for name, whole in reader.read(leaf).items():
+                assert (whole.shape, whole.dtype) == reader.arrays(leaf)[name]
+                box = [(0, n) if n == 1 else (n // 2, n) for n in whole.shape]
+                before = reader.bytes_read
+                part = reader.read_box(leaf, name, tuple(box))
+                read = reader.bytes_read - before
+                assert part.tobytes() == whole[tuple(slice(a, b) for a, b in box)].tobytes()
+                assert part.dtype == whole.dtype
+                stored = sum(
+                    a.dtype.itemsize * np.prod(a.shape) for a in reader._stored(leaf).values()
+                )
+                assert read <= stored / 4 + 64
