@@ -36,7 +36,7 @@ from pallas_kernels.mosaic_common import (
     zeros,
 )
 from pallas_kernels.sparse_mla.base import HEADS, TILE, WIDTH
-from pallas_kernels.sparse_mla.mosaic_gather import arrived, gather
+from pallas_kernels.sparse_mla.mosaic_gather import gather, wait_for_rows
 
 HALF = WIDTH // 2  # columns of an accumulator: with it, s and p fill a thread's registers
 STAGES = 2  # tiles in shared memory at a time
@@ -126,6 +126,7 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
             m, total, o = carry
             slot = lax.rem(t, jnp.int32(STAGES))
             plgpu.barrier_wait(full.at[slot])
+            plgpu.commit_smem()
 
             def products(s):
                 for i, columns in enumerate((left, right)):
@@ -164,6 +165,7 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
         def step(t, o):
             slot = lax.rem(t, jnp.int32(STAGES))
             plgpu.barrier_wait(weighed.at[slot])
+            plgpu.commit_smem()
             shrink = plgpu.load(shrinks.at[slot], layout=ROWS, optimized=False)
             return add_rows(o, shrink, slot, right)
 
@@ -183,7 +185,7 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
         rows_of_token = kv.at[lax.div(token, jnp.int32(tokens))]
 
         def publish(t, pending):
-            arrived(pending, interpret=interpret)
+            wait_for_rows(pending, interpret=interpret)
             plgpu.barrier_arrive(full.at[lax.rem(t, jnp.int32(STAGES))])
 
         def load(t, _):

@@ -45,7 +45,7 @@ def further_piece(number: int, band: int) -> tuple[int, int, int]:
 def gather(kv: Any, indices: Any, tile: Any, *, interpret: bool) -> None:
     """Starts copying rows `indices` [64] of `kv` [S, 512] into `tile`; zeros where there is none.
 
-    `indices` and `tile` are in shared memory. `arrived` waits.
+    `indices` and `tile` are in shared memory. `wait_for_rows` waits.
     """
     S = kv.shape[0]
     if interpret:
@@ -97,13 +97,17 @@ def gather(kv: Any, indices: Any, tile: Any, *, interpret: bool) -> None:
     copy(kv, indices, tile)
 
 
-def arrived(pending: int, *, interpret: bool) -> None:
-    """Waits for all tiles but the last `pending`, and shows them to the tensor cores."""
-    if not interpret:
+def wait_for_rows(pending: int, *, interpret: bool) -> None:
+    """Until all tiles but the last `pending` have arrived.
 
-        @plgpu.inline_mgpu()
-        def wait(_):
-            mgpu.utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True)
+    The tensor cores see them after a `commit_smem` by who reads them, not by who copied: there it
+    could wait for the copies that are still on their way.
+    """
+    if interpret:
+        return
 
-        wait()
-    plgpu.commit_smem()
+    @plgpu.inline_mgpu()
+    def wait(_):
+        mgpu.utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True)
+
+    wait()
