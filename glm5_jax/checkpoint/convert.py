@@ -25,7 +25,7 @@ from .audit import AuditReport, audit_checkpoint
 from .bind import BoundLeaf, bind, passthrough
 from .conveyor import Digest, Hashers, Job, Promise, convey
 from .database import Database
-from .dtypes import check_dtype
+from .dtypes import dtype_word
 from .items import Index, Item, Piece, bound_items, carried_items
 from .layouts import released_prefix
 from .ledger import (
@@ -113,7 +113,7 @@ def convert(
     Raises CheckpointError before any work if the source is incomplete or `dst` is in the way.
     """
     started = time.monotonic()
-    check_dtype(dtype)
+    dtype = dtype_word(dtype)
     src, dst = Path(src), Path(dst).resolve()
     _check_destination(src, dst, force)
     checkpoint = open_checkpoint(src)

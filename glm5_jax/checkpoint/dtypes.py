@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Literal, get_args
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..errors import CheckpointError
 from ..specs import Leaf
@@ -16,10 +18,18 @@ _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOATS = (_BFLOAT16, np.dtype(np.float32), np.dtype(np.float64))
 
 
-def check_dtype(dtype: str) -> None:
-    """Raise CheckpointError unless `dtype` is one that a checkpoint can be asked for in."""
-    if dtype not in get_args(Dtype):
+def dtype_word(dtype: DTypeLike) -> str:
+    """The word for a dtype that a checkpoint is asked for in; its dtype object serves as well.
+
+    Raises CheckpointError for any other.
+    """
+    word: object = dtype
+    if not isinstance(dtype, str | None):
+        with suppress(TypeError, ValueError):
+            word = np.dtype(dtype).name
+    if word not in get_args(Dtype):
         raise CheckpointError(f"dtype: expected one of {', '.join(get_args(Dtype))}, got {dtype!r}")
+    return str(word)
 
 
 def leaf_dtype(leaf: Leaf, stored: np.dtype, dtype: str) -> np.dtype:

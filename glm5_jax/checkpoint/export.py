@@ -26,7 +26,7 @@ from ..specs import Naming
 from . import codecs
 from .conveyor import PIECE_BYTES, WORKERS, Digest, Hashers, Job, Promise, convey
 from .database import one_line, open_array, pieces_of
-from .dtypes import check_dtype
+from .dtypes import dtype_word
 from .export_plan import CODES, Decoded, ExportPlan, Run, plan_export
 from .ledger import LEDGER, LedgerHeader, LedgerLine, read_ledger
 from .manifest import check_manifest
@@ -89,7 +89,7 @@ def export(
     nothing is written. `dst` appears when all of it is on the disk.
     """
     started = time.monotonic()
-    check_dtype(dtype)
+    dtype = dtype_word(dtype)
     if naming not in (None, *get_args(Naming)):
         raise CheckpointError(f"naming: expected 'released' or 'native', got {naming!r}")
     if shard_bytes < 1:

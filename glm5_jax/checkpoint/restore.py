@@ -20,7 +20,7 @@ from ..errors import CheckpointError
 from ..specs import Leaf, leaves
 from . import codecs
 from .bind import BoundArray, BoundLeaf, bind, read_box, read_into, read_leaf
-from .dtypes import check_dtype, decoded_dtype, leaf_dtype
+from .dtypes import decoded_dtype, dtype_word, leaf_dtype
 from .layouts import check_arrays
 from .ledger import read_ledger
 from .orbax import Part, StoredLeaf, fill_array, is_orbax, stored_leaves
@@ -60,7 +60,7 @@ def open_leaves(
     Raises CheckpointError, one line, if the directory is neither, unfinished or damaged, if a leaf
     is missing or of another shape, or if the MTP layer is asked for and not there.
     """
-    check_dtype(dtype)
+    dtype = dtype_word(dtype)
     if dtype == "float64":
         _require_x64()
     path = Path(path)

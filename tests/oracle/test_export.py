@@ -1,5 +1,7 @@
 """transformers loads what is exported: its own weights come back to it, FP8 through its decoder."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import pytest
 import glm5_jax
 from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.export import export
+from glm5_jax.checkpoint.quantize import quantization_config
 from glm5_jax.checkpoint.restore import load_leaves
+from glm5_jax.checkpoint.tiny import packaged_config
 from glm5_jax.numerics.oracle import oracle_model, quiet
 
 torch = pytest.importorskip("torch", reason="the oracle extra is not installed")
@@ -45,16 +49,23 @@ def test_a_decoded_release_is_a_checkpoint_for_transformers(tmp_path, naming):
         assert np.array_equal(stored.float().numpy(), decoded)
 
 
-def test_transformers_decodes_an_exported_fp8_checkpoint_to_our_values(tmp_path):
-    pytest.importorskip("accelerate", reason="transformers decodes FP8 only beside accelerate")
-    source = glm5_jax.make_tiny(tmp_path / "source", quantization="fp8")
+def test_transformers_decodes_an_exported_fp8_checkpoint_to_our_values(tmp_path, monkeypatch):
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers import quantizer_finegrained_fp8
+
+    # It asks for a package that reading on a CPU does without.
+    monkeypatch.setattr(quantizer_finegrained_fp8, "is_accelerate_available", lambda: True)
+    config = json.loads(packaged_config("tiny").read_bytes())
+    # It knows no partial blocks.
+    config["quantization_config"] = quantization_config("fp8", (2, 2))
+    source = glm5_jax.make_tiny(tmp_path / "source", config, quantization="fp8")
     convert(source, tmp_path / "orbax")
     export(tmp_path / "orbax", tmp_path / "out")
     with quiet():
         model = modeling.Glm5NextForConditionalGeneration.from_pretrained(
             str(tmp_path / "out"),
             dtype=torch.bfloat16,
-            quantization_config=_decoder(),
+            quantization_config=FineGrainedFP8Config(weight_block_size=(2, 2), dequantize=True),
         )
     state = model.state_dict()
     _, leaves = load_leaves(source, "bfloat16")
@@ -71,9 +82,3 @@ def test_transformers_decodes_an_exported_fp8_checkpoint_to_our_values(tmp_path)
     }.items():
         assert leaf.dtype == ml_dtypes.bfloat16
         assert np.array_equal(state[prefix + name].float().numpy(), leaf.astype(np.float32)), name
-
-
-def _decoder():
-    from transformers import FineGrainedFP8Config
-
-    return FineGrainedFP8Config(dequantize=True, weight_block_size=(128, 128))
