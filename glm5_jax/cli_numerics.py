@@ -2,11 +2,55 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
+from glm5_jax.cli_options import Directory, Dtype, ExpertGroup, TokenIds, TokensFile, runnable
+from glm5_jax.errors import CheckpointError, TraceError
+
 TraceFile = Annotated[Path, typer.Argument(help="A trace: one safetensors file.")]
+
+
+def trace(
+    directory: Directory,
+    out: Annotated[Path, typer.Option(help="The safetensors file to write.")],
+    tokens: TokenIds = None,
+    tokens_file: TokensFile = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Only these sites: 'layers.3.*', '*.router.*'."),
+    ] = None,
+    reduce: Annotated[
+        str, typer.Option(metavar="full|stats", help="Whole arrays, or stats and a sample of each.")
+    ] = "full",
+    dtype: Dtype = "stored",
+    implementation: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What runs KDA's recurrence.")
+    ] = None,
+    stream: Annotated[
+        bool, typer.Option("--stream", help="Read a layer at a time while it runs: little memory.")
+    ] = False,
+    expert_group: ExpertGroup = None,
+) -> None:
+    """Run the model and write what it computes on the way, site by site, into one file."""
+    from glm5_jax.config import load_config
+    from glm5_jax.numerics.trace import Reduce
+    from glm5_jax.token_batch import read_tokens
+
+    batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
+    if not out.absolute().parent.is_dir():
+        raise TraceError(f"--out {out}: there is no directory {out.absolute().parent}")
+    with runnable(directory, dtype, stream, expert_group) as model:
+        from glm5_jax.numerics.tracing import trace
+
+        try:
+            found = trace(model, batch, mask, keep or "*", cast(Reduce, reduce), implementation)
+        except (ValueError, NotImplementedError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise TraceError(str(error)) from error
+    print(f"{found.save(out)}: {found}")
 
 
 def compare(
@@ -37,7 +81,7 @@ def compare(
 
 
 def explain(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")],
+    directory: Directory,
     trace: TraceFile,
     other: TraceFile,
     site: Annotated[
@@ -49,10 +93,10 @@ def explain(
 
     A command of its own, and no option of compare: that wants two files and no weights.
     """
-    from glm5_jax.model import load
     from glm5_jax.numerics.explain import explain
     from glm5_jax.numerics.explain_report import to_json, to_text
+    from glm5_jax.streaming import stream_layers
 
-    found = explain(load(directory), trace, other, site)
+    found = explain(stream_layers(directory), trace, other, site)
     print(to_json(found) if json else to_text(found, color=sys.stdout.isatty()))
     raise typer.Exit(0 if found.ok else 1)

@@ -147,8 +147,25 @@ class LayerStream:
 
     def read_out(self, streams: Streams, record: Record | None = None) -> Logits:
         """The logits after the last layer."""
-        norm, head = (jax.device_put(self._leaves.read(path)[path]) for path in ("norm", "lm_head"))
+        norm, head = self.leaf("norm"), self.leaf("lm_head")
         return read_out(streams, norm, head, eps=self.config.rms_norm_eps, record=record)
+
+    def layer(self, index: int) -> DecoderLayer:
+        """One layer with all of its weights, routed experts included, read whole."""
+        plan = self.skeleton.layers[index]
+        at = _layer_path(plan)
+        arrays: dict[str, np.ndarray] = {}
+        for path in self._leaves.leaves:
+            if path.startswith(at):
+                arrays |= self._leaves.read(path)
+        params = _params(self._leaves, self._leaves.leaves, arrays).at(at[:-1])
+        module = DecoderLayer(plan, self.config, params)
+        fill(module, arrays, at)
+        return module
+
+    def leaf(self, path: str) -> jax.Array:
+        """One array from outside of the layers: `embed_tokens`, `norm` or `lm_head`."""
+        return jax.device_put(self._leaves.read(path)[path])
 
     def _begin(self, thread: Executor, plan: SkeletonLayer) -> list[Future[Arrays]]:
         at, experts = _layer_path(plan), _experts_path(plan)

@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import TraceError
 from ..model import TextModel
 from ..nn.types import wide
+from ..streaming import LayerStream
 from .compare import compare
 from .explain_fit import Fit
 from .explain_parts import Part, mistakes_in, parts_of, run_part
@@ -80,13 +81,14 @@ class Explanation:
 
 
 def explain(
-    model: TextModel,
+    model: TextModel | LayerStream,
     trace: Trace | str | os.PathLike[str],
     other: Trace | str | os.PathLike[str],
     site: str | None = None,
 ) -> Explanation:
     """Find the known mistake that makes `other` part from `trace`, a trace of our `model`.
 
+    `model` is what `load` returns, or `stream_layers`, which reads the layers in question alone.
     `other` has full arrays. What a part of the model reads is taken from it; what it lacks is
     computed by ours from what it has, in the worst case from the tokens. So a trace of the layers
     in question, or of every layer's streams, is enough. `site` is where to look instead of where
@@ -115,7 +117,7 @@ def explain(
 
 
 class _Search:
-    def __init__(self, model: TextModel, other: Trace):
+    def __init__(self, model: TextModel | LayerStream, other: Trace):
         self.other = other
         self.parts = parts_of(model)
         self.given_by = {site: i for i, part in enumerate(self.parts) for site in part.gives}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,10 +14,11 @@ import numpy as np
 
 from ..layer import DecoderLayer, enter_site
 from ..model import TextModel, embed, read_out
-from ..nn.ffn import MoE, add_shared
+from ..nn.ffn import add_shared
 from ..nn.mhc import expand
 from ..nn.record import Record
 from ..skeleton import SkeletonLayer
+from ..streaming import LayerStream
 from .mistakes import MISTAKES, replaced
 
 # Inputs that are float32 in a bfloat16 model.
@@ -26,60 +28,77 @@ _WIDE = ("post", "comb", "weights")
 class Part(NamedTuple):
     """Some steps of the model, from the sites that they read to the sites that they give.
 
-    `run(modules, inputs, mask, constant, record)` calls them. `record` gets names without `scope`,
-    so that the parts of one kind are compiled once.
+    `run(modules(), inputs, mask, constant, record)` calls them. `record` gets names without
+    `scope`, so that the parts of one kind are compiled once.
     """
 
     name: str
     run: Callable[..., None]
-    modules: tuple[Any, ...]
+    modules: Callable[[], tuple[Any, ...]]
     constant: float | int | None
     scope: str
     reads: tuple[str, ...]
     gives: tuple[str, ...]
 
 
-def parts_of(model: TextModel) -> list[Part]:
+def parts_of(model: TextModel | LayerStream) -> list[Part]:
     """The parts of a model in their order; a part reads what earlier ones give, or `tokens`.
 
     A part ends where the model chooses (experts, tokens): what comes after is run from the choice
     that the other engine made. `layers.i.in` goes by the name of what it equals, the layer
-    before's `ffn.expand`.
+    before's `ffn.expand`. Of a streamed model one layer at a time is in memory.
     """
-    config, first = model.config, "layers.0.in"
-    start = ("embedding", first)
-    parts = [
-        Part("embedding", _embed, (model.embed_tokens,), config.hc_mult, "", ("tokens",), start)
-    ]
-    streams, selection = first, ""
-    for plan, layer in zip(model.skeleton.layers, model.layers, strict=True):
+    if isinstance(model, LayerStream):
+        layer_of: Callable[[int], DecoderLayer] = functools.lru_cache(1)(model.layer)
+        leaf: Callable[[str], Any] = functools.cache(model.leaf)
+    else:
+        layer_of, leaf = model.layers.__getitem__, functools.partial(getattr, model)
+
+    def outside(*names: str) -> Callable[[], tuple[Any, ...]]:
+        return lambda: tuple(map(leaf, names))
+
+    eps, M = model.config.rms_norm_eps, model.config.hc_mult
+    streams, selection = "layers.0.in", ""
+    table, given = outside("embed_tokens"), ("embedding", streams)
+    parts = [Part("embedding", _embed, table, M, "", ("tokens",), given)]
+    for plan in model.skeleton.layers:
         at = f"layers.{plan.index}."
         if plan.mixer == "dsa" and plan.indexer != "shared":
             selection = f"{at}attn.selection"
-        parts += _layer_parts(plan, layer, at, streams, selection, config.rms_norm_eps)
+        layer = functools.partial(layer_of, plan.index)
+        parts += _layer_parts(plan, layer, at, streams, selection, eps)
         streams = f"{at}ffn.expand"
-    ends, given = (model.norm, model.lm_head), ("final.mean", "final.norm", "final.head")
-    return [*parts, Part("final", _final, ends, config.rms_norm_eps, "", (streams,), given)]
+    ends, logits = outside("norm", "lm_head"), ("final.mean", "final.norm", "final.head")
+    return [*parts, Part("final", _final, ends, eps, "", (streams,), logits)]
 
 
 def _layer_parts(
-    plan: SkeletonLayer, layer: DecoderLayer, at: str, streams: str, selection: str, eps: float
+    plan: SkeletonLayer,
+    layer: Callable[[], Any],
+    at: str,
+    streams: str,
+    selection: str,
+    eps: float,
 ) -> Iterator[Part]:
     attn, ffn = f"{at}attn.", f"{at}ffn."
+
+    def of_layer(*paths: str) -> Callable[[], tuple[Any, ...]]:
+        return lambda: tuple(operator.attrgetter(path)(layer()) for path in paths)
 
     def gives(scope: str, names: str) -> tuple[str, ...]:
         return tuple(scope + name for name in names.split())
 
-    def enter(scope: str, streams: str, hc: Any, norm: Any) -> Part:
+    def enter(site: str, scope: str, streams: str) -> Part:
+        modules = of_layer(f"{site}_hc", f"{site}_norm")
         given = gives(scope, "pre post comb collapse norm")
-        return Part(f"{scope}connection", _enter, (hc, norm), eps, scope, (streams,), given)
+        return Part(f"{scope}connection", _enter, modules, eps, scope, (streams,), given)
 
     def leave(scope: str, streams: str, sublayer: str) -> Part:
         reads = (scope + sublayer, streams, f"{scope}post", f"{scope}comb")
-        return Part(f"{scope}expand", _expand, (), None, scope, reads, (f"{scope}expand",))
+        return Part(f"{scope}expand", _expand, tuple, None, scope, reads, (f"{scope}expand",))
 
-    yield enter(attn, streams, layer.attn_hc, layer.attn_norm)
-    x, mixer = f"{attn}norm", (layer.attn,)
+    yield enter("attn", attn, streams)
+    x, mixer = f"{attn}norm", of_layer("attn")
     if plan.mixer == "kda":
         given = gives(attn, "q k v g beta state o kda")
         yield Part(f"{attn}kda", _kda, mixer, None, attn, (x,), given)
@@ -92,17 +111,17 @@ def _layer_parts(
     yield leave(attn, streams, plan.mixer)
 
     streams, x = f"{attn}expand", f"{ffn}norm"
-    yield enter(ffn, streams, layer.ffn_hc, layer.ffn_norm)
-    if isinstance(layer.ffn, MoE):
+    yield enter("ffn", ffn, streams)
+    if plan.mlp == "moe":
         given = gives(f"{ffn}router.", "logits scores experts weights")
-        router = (layer.ffn.router,)
+        router = of_layer("ffn.router")
         yield Part(f"{ffn}router", _router, router, None, f"{ffn}router.", (x,), given)
         reads = (x, f"{ffn}router.experts", f"{ffn}router.weights")
-        experts = (layer.ffn.experts, layer.ffn.shared)
+        experts = of_layer("ffn.experts", "ffn.shared")
         given = gives(ffn, "experts shared moe")
         yield Part(f"{ffn}experts", _experts, experts, None, ffn, reads, given)
     else:
-        yield Part(f"{ffn}dense", _dense, (layer.ffn,), None, ffn, (x,), (f"{ffn}dense",))
+        yield Part(f"{ffn}dense", _dense, of_layer("ffn"), None, ffn, (x,), (f"{ffn}dense",))
     yield leave(ffn, streams, plan.mlp)
 
 
@@ -115,7 +134,7 @@ def run_part(
         steps[MISTAKES[mistake].step] = MISTAKES[mistake].replacement
     run = _compiled(part.run, mistake)
     with replaced(steps):
-        sites = run(part.modules, _inputs(part, values, dtype), mask, part.constant)
+        sites = run(part.modules(), _inputs(part, values, dtype), mask, part.constant)
     return {part.scope + name: value for name, value in sites.items()}
 
 
@@ -133,9 +152,10 @@ def _compiled(run: Callable[..., None], mistake: str | None) -> Callable[..., di
 
 def mistakes_in(part: Part, values: Mapping[str, Any], mask: np.ndarray) -> tuple[str, ...]:
     """The mistakes that can be made in a part: those in the steps that it calls."""
-    key = (part.run, jax.tree.structure(part.modules))
+    modules = part.modules()
+    key = (part.run, jax.tree.structure(modules))
     if key not in _CALLED:
-        _CALLED[key] = _steps_called(part, values, mask)
+        _CALLED[key] = _steps_called(part, modules, values, mask)
     return tuple(name for name, mistake in MISTAKES.items() if mistake.step in _CALLED[key])
 
 
@@ -143,7 +163,7 @@ _CALLED: dict[Any, set[Callable[..., Any]]] = {}
 
 
 def _steps_called(
-    part: Part, values: Mapping[str, Any], mask: np.ndarray
+    part: Part, modules: tuple[Any, ...], values: Mapping[str, Any], mask: np.ndarray
 ) -> set[Callable[..., Any]]:
     called = set()
 
@@ -158,7 +178,7 @@ def _steps_called(
         part.run(modules, inputs, mask, part.constant, lambda name, value: None)
 
     with replaced({mistake.step: watched(mistake.step) for mistake in MISTAKES.values()}):
-        jax.eval_shape(run, part.modules, _inputs(part, values, jnp.float32), mask)
+        jax.eval_shape(run, modules, _inputs(part, values, jnp.float32), mask)
     return called
 
 
