@@ -77,6 +77,9 @@ def run_lines(shape: Shape, repeats: int = 5) -> list[str]:
 
 
 def _kda_calls(shape: KDAShape) -> tuple[dict[str, Callable[[], Any]], list[str]]:
+    tensors = shape.inputs()
+    names = ("q", "k", "v", "g", "beta", "initial_state")
+    _refuse("kda", kda_kernels.supports(*(tensors[name] for name in names)))
     rng = np.random.default_rng(0)
     sizes = (shape.B, shape.T, shape.H)
     q, k, v = (
@@ -86,9 +89,6 @@ def _kda_calls(shape: KDAShape) -> tuple[dict[str, Callable[[], Any]], list[str]
     g = jnp.asarray(-5 * rng.random((*sizes, shape.K), np.float32))
     beta = jnp.asarray(rng.random(sizes, np.float32))
     inputs = (q, k, v, g, beta)
-    state = jnp.zeros((shape.B, shape.H, shape.K, shape.V), jnp.float32)
-    _refuse("kda", kda_kernels.supports(*inputs, state))
-
     calls: dict[str, Callable[[], Any]] = {}
     for name in ("mosaic_gpu", "xla"):
         run = jax.jit(functools.partial(chunk_kda, implementation=name))

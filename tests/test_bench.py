@@ -2,8 +2,9 @@
 
 import pytest
 
-from glm5_jax import bench
+from glm5_jax import bench, bench_gpu
 from glm5_jax.bench import Timing
+from glm5_jax.errors import ConfigError
 
 
 def test_a_timing_names_both_numbers_the_ratio_and_the_goal():
@@ -30,3 +31,9 @@ def test_kda_is_timed_beside_the_peers_that_are_installed(monkeypatch):
     monkeypatch.setattr(bench, "_jla_kda", missing)
     with pytest.raises(ImportError, match="no such peer"):
         bench.bench_kda(repeats=1, tokens=3, heads=1, dim=4)
+
+
+@pytest.mark.parametrize("name", bench_gpu.SHAPES)
+def test_kernels_are_not_timed_without_a_gpu(name):
+    with pytest.raises(ConfigError, match=rf"bench {name} --run: needs (a Hopper GPU|JAX 0\.11)"):
+        bench_gpu.run_lines(bench_gpu.SHAPES[name])
