@@ -22,7 +22,7 @@ class KDAShape:
         sizes = f"B{self.B} T{self.T} H{self.H} {self.K}x{self.V}"
         return f"kda {sizes} packed" if self.packed else f"kda {sizes}"
 
-    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def inputs(self) -> dict[str, Any]:
         """Shapes and dtypes of the arguments of `call`."""
         B, T, H, K, V = self.B, self.T, self.H, self.K, self.V
         struct = jax.ShapeDtypeStruct
@@ -59,7 +59,7 @@ class SparseMLAShape:
         sizes = f"B{self.B} T{self.T} A{self.A} W{self.W} R{self.R}"
         return f"sparse-mla {sizes} paged" if self.paged else f"sparse-mla {sizes}"
 
-    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def inputs(self) -> dict[str, Any]:
         """Shapes and dtypes of the arguments of `call`."""
         struct = jax.ShapeDtypeStruct
         kv = (self.B * self.S, self.R) if self.paged else (self.B, self.S, self.R)
