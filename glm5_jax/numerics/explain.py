@@ -79,6 +79,11 @@ class Explanation:
         """Whether there is nothing to explain."""
         return self.divergence is None
 
+    def __str__(self) -> str:
+        from .explain_report import to_text
+
+        return to_text(self)
+
 
 def explain(
     model: TextModel | LayerStream,
