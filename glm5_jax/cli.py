@@ -6,27 +6,28 @@ Results go to stdout, progress and notices to stderr. Exit status: 0 good, 1 the
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TransferSpeedColumn,
-)
 
 from glm5_jax import cli_numerics
+from glm5_jax.cli_options import (
+    AllowBf16,
+    Directory,
+    Dtype,
+    ExpertGroup,
+    Json,
+    Layers,
+    Seed,
+    TokenIds,
+    TokensFile,
+    allow_float64,
+    progress_bar,
+    runnable,
+)
 from glm5_jax.errors import CheckpointError, ConfigError, TraceError
 from glm5_jax.specs import Naming
 
@@ -38,7 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_stderr = Console(stderr=True)
 
 
 def _print_version(asked: bool) -> None:
@@ -57,31 +57,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
-Layers = Annotated[
-    str | None, typer.Option(metavar="0-3,45", help="Only these layers are required.")
-]
-Dtype = Annotated[
-    str, typer.Option(metavar="stored|bfloat16|float32|float64", help="Dtype of the leaves.")
-]
-AllowBf16 = Annotated[
-    bool, typer.Option("--allow-bf16", help="Accept BF16 where float32 is required.")
-]
-ExpertGroup = Annotated[
-    int | None,
-    typer.Option(min=1, help="With --stream: routed experts read and run at once; 32 without."),
-]
-Seed = Annotated[int, typer.Option(help="Seed of the random weights.")]
-TokenIds = Annotated[
-    str | None, typer.Option("--tokens", metavar="1,2,3", help="Token ids of one sequence.")
-]
-TokensFile = Annotated[
-    Path | None,
-    typer.Option(help="A sequence a line, ids separated by commas or blanks; or a .npy array."),
-]
 
 
 @app.command()
@@ -109,7 +84,7 @@ def convert(
     """Convert safetensors into an Orbax directory; an interrupted run goes on where it stopped."""
     from glm5_jax.checkpoint.convert import convert
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         report = convert(
             source,
             destination,
@@ -139,7 +114,7 @@ def export(
     from glm5_jax.checkpoint.export import export
     from glm5_jax.checkpoint.writer import parse_size
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         report = export(
             source,
             destination,
@@ -159,7 +134,7 @@ def verify(
     """Compare an Orbax directory with its ledger; exit 1 when anything differs."""
     from glm5_jax.checkpoint.verify import verify
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         report = verify(directory, quick=quick, progress=progress)
     for problem in report.problems:
         print(problem)
@@ -190,7 +165,7 @@ def forward(
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
     if out is not None and not out.absolute().parent.is_dir():
         raise CheckpointError(f"--out {out}: there is no directory {out.absolute().parent}")
-    with _runnable(directory, dtype, stream, expert_group) as run:
+    with runnable(directory, dtype, stream, expert_group) as run:
         logits = np.asarray(run(batch, mask))
     if out is None:
         for line in top_tokens(logits, batch, mask, top):
@@ -241,7 +216,7 @@ def generate(
     else:
         tokenizer = load_tokenizer(directory)
         batch, mask = text_tokens(tokenizer.encode(prompt), config.vocab_size)
-    _allow_float64(dtype)
+    allow_float64(dtype)
     from glm5_jax.generation import generate
     from glm5_jax.model import load
     from glm5_jax.sampling import make_sampling
@@ -394,6 +369,7 @@ def _bench_kernels(names: list[str], repeats: int, target: str | None, run: bool
     raise typer.Exit(0 if good else 1)
 
 
+app.command()(cli_numerics.trace)
 app.command()(cli_numerics.compare)
 app.command()(cli_numerics.explain)
 
@@ -408,67 +384,6 @@ def demo(
     from glm5_jax.demo import run_demo
 
     raise typer.Exit(0 if run_demo(out) else 1)
-
-
-@contextmanager
-def _runnable(
-    directory: Path, dtype: str, stream: bool, expert_group: int | None
-) -> Iterator[Callable]:
-    """What `forward` calls: the model, or with `stream` one that is read meanwhile.
-
-    Of that, stderr shows the progress, and at the end what it took.
-    """
-    if expert_group is not None and not stream:
-        raise CheckpointError("--expert-group: is for --stream alone, which was not given")
-    _allow_float64(dtype)
-    if not stream:
-        from glm5_jax.model import load
-
-        yield load(directory, dtype=dtype)
-        return
-    from glm5_jax.memory import peak_memory
-    from glm5_jax.streaming import EXPERT_GROUP, stream_layers
-
-    started = time.monotonic()
-    with _progress(MofNCompleteColumn(), TextColumn("layers")) as progress:
-        streamed = stream_layers(directory, dtype, expert_group or EXPERT_GROUP, progress)
-        yield streamed
-    print(
-        f"{streamed.bytes_read / 1e9:.2f} GB of weights read in {time.monotonic() - started:.1f} s,"
-        f" peak memory {peak_memory() / 1e9:.2f} GB",
-        file=sys.stderr,
-    )
-
-
-@contextmanager
-def _progress(*columns: ProgressColumn) -> Iterator:
-    """A progress bar on stderr, as the callback that the checkpoint functions take.
-
-    It shows bytes, or what `columns` show.
-    """
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *(columns or (DownloadColumn(), TransferSpeedColumn())),
-        console=_stderr,
-        disable=not _stderr.is_terminal,
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=None)
-
-        def update(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=label)
-
-        yield update
-
-
-def _allow_float64(dtype: str) -> None:
-    """Switch JAX to 64-bit types where the model is to have them, before it makes any array."""
-    if dtype == "float64":
-        import jax
-
-        jax.config.update("jax_enable_x64", True)
 
 
 def _json(value: object) -> str:

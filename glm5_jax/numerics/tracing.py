@@ -51,7 +51,7 @@ def trace(
         # What is small may stay where it is until all has been asked for.
         sites[name] = np.asarray(value) if reduce == "full" else value
 
-    record = Recorder(take, wanted, None if mask is None else known)
+    record = Recorder(take, wanted, None if np.all(known) else known)
     model(tokens, known, record=record, implementation=implementation)
     return Trace(
         {name: np.asarray(value) for name, value in sites.items()},
