@@ -12,16 +12,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-import ml_dtypes  # noqa: F401  (numpy knows bfloat16 by name once it is imported)
 import numpy as np
 
 from ..errors import CheckpointError
 from ..specs import Naming
+from .header import DTYPES
 
 LEDGER = "ledger.jsonl"
 FORMAT = 1
+_ARRAYS = {dtype.name for _, dtype in DTYPES.values() if dtype is not None}
 _PACKAGES = ("glm5-jax", "jax", "numpy", "orbax-checkpoint", "tensorstore")
 
 
@@ -141,7 +142,7 @@ def read_ledger(directory: Path) -> tuple[LedgerHeader, dict[str, LedgerLine]]:
             raise CheckpointError(f"{file}: line {number} is not JSON; it is damaged") from None
     try:
         header = _header(decoded[0])
-    except (IndexError, KeyError, TypeError):
+    except (IndexError, KeyError, TypeError, ValueError):
         raise CheckpointError(f"{file}: line 1 is not the header of a ledger") from None
     if header.format != FORMAT:
         raise CheckpointError(
@@ -151,7 +152,7 @@ def read_ledger(directory: Path) -> tuple[LedgerHeader, dict[str, LedgerLine]]:
     for number, entry in enumerate(decoded[1:], 2):
         try:
             line = _line(entry)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError):
             raise CheckpointError(f"{file}: line {number} does not describe a leaf") from None
         if line.path in lines:
             raise CheckpointError(f"{file}: line {number}: {line.path} occurs twice")
@@ -161,15 +162,34 @@ def read_ledger(directory: Path) -> tuple[LedgerHeader, dict[str, LedgerLine]]:
 
 def _header(entry: dict[str, Any]) -> LedgerHeader:
     layers = entry["layers"]
-    return LedgerHeader(**entry | {"layers": None if layers is None else tuple(layers)})
+    header = LedgerHeader(**entry | {"layers": None if layers is None else _sizes(layers)})
+    if header.naming not in get_args(Naming) or type(header.leaves) is not int:
+        raise ValueError
+    return header
 
 
 def _line(entry: dict[str, Any]) -> LedgerLine:
     sources = tuple(_source(source) for source in entry["sources"])
-    return LedgerLine(**entry | {"shape": tuple(entry["shape"]), "sources": sources})
+    line = LedgerLine(**entry | {"shape": _sizes(entry["shape"]), "sources": sources})
+    words = (line.path, line.transform, line.sha256)
+    if line.dtype not in _ARRAYS or not sources or not all(isinstance(x, str) for x in words):
+        raise ValueError
+    return line
 
 
 def _source(entry: dict[str, Any]) -> LedgerSource:
-    rows = entry["rows"]
-    rows = None if rows is None else (rows[0], rows[1])
-    return LedgerSource(**entry | {"shape": tuple(entry["shape"]), "rows": rows})
+    rows = None
+    if entry["rows"] is not None:
+        begin, end = _sizes(entry["rows"])
+        rows = (begin, end)
+    source = LedgerSource(**entry | {"shape": _sizes(entry["shape"]), "rows": rows})
+    words = (source.name, source.file, source.sha256)
+    if source.dtype not in DTYPES or not all(isinstance(x, str) for x in words):
+        raise ValueError
+    return source
+
+
+def _sizes(entry: list[Any]) -> tuple[int, ...]:
+    if not isinstance(entry, list) or not all(type(n) is int and n >= 0 for n in entry):
+        raise ValueError
+    return tuple(entry)

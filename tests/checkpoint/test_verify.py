@@ -202,7 +202,11 @@ def test_a_leaf_of_another_shape_or_dtype_is_named(copy):
 
 def test_a_damaged_ledger_is_a_problem_that_names_the_line(copy):
     raw = (copy / LEDGER).read_bytes().splitlines(keepends=True)
-    for number, text in ((1, b"[]\n"), (3, b"{}\n"), (4, b"\xff\n"), (5, raw[1])):
+    damage = [(1, b"[]\n"), (1, raw[0].replace(b"released", b"releasee")), (3, b"{}\n")]
+    damage += [(4, b"\xff\n"), (5, raw[1]), (2, raw[1].replace(b'"bfloat16"', b'"bfloat1&"'))]
+    damage += [(2, raw[1].replace(b'"shape":[', b'"shape":["')), (2, b'{"path":[' + raw[1][9:])]
+    damage += [(2, raw[1].replace(b'"rows":null', b'"rows":[1]'))]
+    for number, text in damage:
         (copy / LEDGER).write_bytes(b"".join([*raw[: number - 1], text, *raw[number:]]))
         problems = verify(copy).problems
         assert any(f"{LEDGER}: line {number}" in line for line in problems), problems
