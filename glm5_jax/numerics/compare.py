@@ -39,6 +39,9 @@ SCORES = {
     "attn.selection": "attn.index_scores",
     "ffn.router.experts": "ffn.router.scores",
 }
+# The norm of scores is that of the candidates and hangs on choices, and where a weight stands does
+# on the order of scores that may be equal.
+STATS_BY = {**dict.fromkeys(SCORES.values(), "sample"), "ffn.router.weights": "norm"}
 
 
 def compare(
@@ -141,7 +144,8 @@ class _Walk:
         a, b = self.sides
         if self.by_stats:
             x, y = (side.sample(node.name) for side in (a, b))
-            error = sample_error(x, y, a.stats(node.name), b.stats(node.name))
+            stats = a.stats(node.name), b.stats(node.name)
+            error = sample_error(x, y, *stats, by=STATS_BY.get(node.tail, "sample and norm"))
         else:
             x, y = paired(node, a, b, self.frame)
             error = self._array_error(node, x, y)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -82,18 +83,21 @@ def shortfall(
     members[list(chosen)] = True
     if (members & ~candidates).any():
         return float("inf")
-    between_groups = 0.0
-    if groups is not None and groups.number > 1:
-        best = np.sort(np.where(candidates, scores, -np.inf).reshape(groups.number, -1), axis=1)
-        of_group = best[:, -2:].sum(axis=1)
-        used = np.asarray(members.reshape(groups.number, -1).any(axis=1))
-        if used.sum() > groups.kept:
-            return float("inf")
-        kept = used.copy()
-        kept[np.argsort(np.where(used, np.inf, -of_group))[: groups.kept - used.sum()]] = True
-        between_groups = _miss(of_group, used, ~kept)
-        candidates = candidates & np.repeat(kept, len(scores) // groups.number)
-    return max(between_groups, _miss(scores, members, candidates & ~members))
+    if groups is None or groups.number == 1:
+        return _miss(scores, members, candidates & ~members)
+    best = np.sort(np.where(candidates, scores, -np.inf).reshape(groups.number, -1), axis=1)
+    of_group = best[:, -2:].sum(axis=1)
+    used = set(np.flatnonzero(members.reshape(groups.number, -1).any(axis=1)).tolist())
+    others = sorted(set(range(groups.number)) - used)
+    misses = [float("inf")]
+    # Groups may be kept that nothing was chosen from, which no choice tells.
+    for unused in combinations(others, max(0, groups.kept - len(used))):
+        kept = np.zeros(groups.number, bool)
+        kept[[*used, *unused]] = True
+        if kept.sum() == groups.kept:
+            within = candidates & np.repeat(kept, len(scores) // groups.number) & ~members
+            misses.append(max(_miss(of_group, kept, ~kept), _miss(scores, members, within)))
+    return min(misses)
 
 
 def judge(

@@ -80,20 +80,25 @@ def array_error(a: np.ndarray, b: np.ndarray, valid: np.ndarray) -> SiteError:
     )
 
 
-def sample_error(a: np.ndarray, b: np.ndarray, of_a: Stats, of_b: Stats) -> SiteError:
+def sample_error(
+    a: np.ndarray, b: np.ndarray, of_a: Stats, of_b: Stats, by: str = "sample and norm"
+) -> SiteError:
     """The error of two samples of a site at the same places, and of what its stats say.
 
-    The relative error is the larger one of the samples' and of the norms'. `worst` is an index
-    into the sample; `positions` is [1, 1], one number for the whole site.
+    The relative error is the larger one of the samples' and of the norms', or that which `by`
+    names. `worst` is an index into the sample; `positions` is [1, 1], one number for the site.
     """
-    # −inf is no candidate's score: the stats leave it out as well.
+    # −inf is no candidate's score.
     valid = (a != -np.inf) & (b != -np.inf)
     error = array_error(a[None, None], b[None, None], valid[None, None])
-    norms = abs(of_a.l2 - of_b.l2) / max(of_a.l2, of_b.l2) if of_a.l2 != of_b.l2 else 0.0
+    norms = 0.0
+    if of_a.l2 != of_b.l2 and "norm" in by:
+        norms = abs(of_a.l2 - of_b.l2) / max(of_a.l2, of_b.l2)
     nonfinite = error.nonfinite
     if nonfinite is None and not np.isfinite([*of_a, *of_b]).all():
         nonfinite = f"{_word(sum(of_a))} against {_word(sum(of_b))}"
-    relative = float("inf") if nonfinite else max(error.relative_l2, norms)
+    relative = max(error.relative_l2 if "sample" in by else 0.0, norms)
+    relative = float("inf") if nonfinite else relative
     return SiteError(
         max_abs=error.max_abs,
         relative_l2=relative,

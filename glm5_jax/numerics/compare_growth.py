@@ -18,7 +18,7 @@ MARGIN = 4.0
 MEDIAN_OF = 8
 # A choice that not both sides traced may have flipped. What that does to the next site, as a
 # multiple of the scores' error and at most.
-UNSEEN_CHOICE, UNSEEN_LIMIT = 100.0, 0.3
+UNSEEN_CHOICE, UNSEEN_LIMIT = 10.0, 0.3
 
 
 class Gains(NamedTuple):
