@@ -188,12 +188,25 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
             wait_for_rows(pending, interpret=interpret)
             plgpu.barrier_arrive(full.at[lax.rem(t, jnp.int32(STAGES))])
 
+        def is_free(slot, used):
+            if not interpret:
+                return plgpu.barrier_test(empty.at[slot])
+            # No interpreter tests a barrier. One slot is always found free, if need be by waiting
+            # until it is, and the other one never.
+            found = slot == 1
+
+            @pl.when(used & found)
+            def wait():
+                plgpu.barrier_wait(empty.at[slot])
+
+            return found
+
         def load(t, _):
             slot = lax.rem(t, jnp.int32(STAGES))
             # A slot that is free is filled before the tile before it has arrived, so that memory is
             # never idle; while it is not, nothing keeps that tile from being published.
             used = t >= STAGES
-            late = used if interpret else used & jnp.logical_not(plgpu.barrier_test(empty.at[slot]))
+            late = used & jnp.logical_not(is_free(slot, used))
 
             @pl.when(late)
             def wait():
@@ -202,7 +215,7 @@ def _body(q, kv, indices, out, lse, *scratch, tokens, tiles, scale, interpret):
 
             gather(rows_of_token, index_tile.at[t], kv_tiles.at[slot], interpret=interpret)
 
-            @pl.when((t > 0) & ~late)
+            @pl.when((t > 0) & jnp.logical_not(late))
             def publish_one_before():
                 publish(t - 1, 1)
 

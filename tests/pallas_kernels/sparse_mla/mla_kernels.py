@@ -129,6 +129,11 @@ def test_rows_past_the_end_are_none(judge):
     judge({"q": q, "kv": kv, "indices": indices, "scale": 0.05})
 
 
+def test_all_ones(judge):
+    q, kv = np.ones((1, 1, 64, 512)), np.ones((1, 200, 512))
+    judge({"q": q, "kv": kv, "indices": np.arange(200, dtype=np.int32)[None, None], "scale": 1.0})
+
+
 def test_gradients_are_those_of_the_form_in_blocks():
     rng = np.random.default_rng(0)
     q, kv = (rng.standard_normal(shape) for shape in ((1, 2, 3, 512), (1, 90, 512)))
