@@ -44,7 +44,8 @@ def compiled(tmp_path_factory):
         pytest.skip(str(error))
     dump = tmp_path_factory.mktemp("dump")
     kernels = compile_kernels("h200", [*KDA, *SPARSE_MLA], dump)
-    codes = [path.read_text() for path in sorted(dump.glob("sparse_mla_*.ptx"))]
+    codes = sorted(dump.glob("sparse_mla_*.ptx"), key=lambda path: int(path.stem.split("_")[2]))
+    codes = [path.read_text() for path in codes]  # in the order of the shapes
     shutil.rmtree(dump)
     return used, kernels, codes
 
