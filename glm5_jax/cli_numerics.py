@@ -93,9 +93,8 @@ def explain(
     A command of its own, and no option of compare: that wants two files and no weights.
     """
     from glm5_jax.numerics.explain import explain
-    from glm5_jax.numerics.explain_report import to_json, to_text
     from glm5_jax.streaming import stream_layers
 
     found = explain(stream_layers(directory), trace, other, site)
-    print(to_json(found) if json else to_text(found, color=sys.stdout.isatty()))
+    print(found.to_json() if json else found.to_text(color=sys.stdout.isatty()))
     raise typer.Exit(0 if found.ok else 1)

@@ -80,9 +80,19 @@ class Explanation:
         return self.divergence is None
 
     def __str__(self) -> str:
+        return self.to_text()
+
+    def to_text(self, color: bool = False) -> str:
+        """For a terminal: what it is, in sentences, and the mistakes that come nearest."""
         from .explain_report import to_text
 
-        return to_text(self)
+        return to_text(self, color=color)
+
+    def to_json(self) -> str:
+        """All of it; infinities are null."""
+        from .explain_report import to_json
+
+        return to_json(self)
 
 
 def explain(
@@ -126,7 +136,13 @@ class _Search:
         self.other = other
         self.parts = parts_of(model)
         self.given_by = {site: i for i, part in enumerate(self.parts) for site in part.gives}
-        self.dtype = jnp.dtype(other.meta["dtype"])
+        try:
+            self.dtype = jnp.dtype(other.meta["dtype"])
+        except TypeError:
+            raise TraceError(
+                f"the other trace: metadata dtype: expected float32, bfloat16 or the like, "
+                f"got {other.meta['dtype']!r}"
+            ) from None
         self.recorded = self._with_padding()
 
     def explain(self, divergence: str) -> Explanation:

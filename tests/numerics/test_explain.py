@@ -15,11 +15,11 @@ from glm5_jax.checkpoint.restore import load_leaves
 from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 from glm5_jax.cli import main
 from glm5_jax.errors import TraceError
-from glm5_jax.numerics.explain import explain
+from glm5_jax.numerics.explain import Explanation, Trial, explain
 from glm5_jax.numerics.explain_parts import parts_of
-from glm5_jax.numerics.explain_report import to_text
 from glm5_jax.numerics.trace import Trace
 from glm5_jax.numerics.tracing import trace
+from glm5_jax.streaming import stream_layers
 
 TWO_LAYERS = {
     "num_hidden_layers": 2,
@@ -75,7 +75,7 @@ def test_a_mistake_is_named_and_nothing_compiled_with_it_stays(engine):
     found = explain(engine.model, engine.right, other)
     assert found.named == ("correction_bias_ignored",)
     assert found.divergence == f"{ROUTER}.scores" and found.part == ROUTER
-    assert "makes the mistake correction_bias_ignored" in to_text(found)
+    assert "makes the mistake correction_bias_ignored" in str(found)
     again = engine.trace(engine.model)
     for name in engine.right:
         np.testing.assert_array_equal(again[name], engine.right[name], err_msg=name)
@@ -95,7 +95,7 @@ def test_a_fault_that_no_mistake_makes_is_given_no_name(engine):
     found = explain(engine.model, engine.right, other)
     assert found.part == ROUTER and not found.named and not found.ok
     assert found.trials[0].misfit > 1
-    assert "None of the" in to_text(found)
+    assert "None of the" in str(found)
 
 
 def test_what_came_in_from_before_is_followed_back(engine):
@@ -105,16 +105,37 @@ def test_what_came_in_from_before_is_followed_back(engine):
     assert found.named == ("correction_bias_ignored",)
 
 
+def test_mistakes_that_the_inputs_do_not_tell_apart_are_all_named():
+    trials = [Trial("a", "", 0.1), Trial("b", "", 0.9), Trial("c", "", 1.1)]
+    found = Explanation("site", "part", {"site": 40.0}, tuple(trials))
+    assert found.named == ("a", "b")
+    assert "one of the mistakes a, b" in str(found)
+
+
+def test_mistake_that_explains_little_is_not_named():
+    found = Explanation("site", "part", {"site": 1.1}, (Trial("a", "", 0.9),))
+    assert not found.named
+
+
+def test_streamed_model_has_the_same_parts(engine):
+    streamed = stream_layers(engine.directory, dtype="float32")
+    found = explain(streamed, engine.right, engine.right, site="final.head")
+    assert found.part is None
+    assert "every part up to there gives its numbers" in str(found)
+
+
 def test_equal_traces_have_nothing_to_explain(engine):
     found = explain(engine.model, engine.right, engine.right)
     assert found.ok and not found.named
-    assert to_text(found) == "Nothing to explain: all that differs is rounding."
+    assert str(found) == "Nothing to explain: all that differs is rounding."
 
 
 def test_what_cannot_be_explained_says_why(engine):
     def with_meta(**meta):
         return Trace({}, engine.right.tokens, engine.right.mask, engine.right.meta | meta)
 
+    with pytest.raises(TraceError, match="dtype: expected float32"):
+        explain(engine.model, engine.right, with_meta(dtype="half a float"), site="final.head")
     with pytest.raises(TraceError, match="full arrays, got stats"):
         explain(engine.model, engine.right, with_meta(reduce="stats"))
     with pytest.raises(TraceError, match="no site of this model is called 'attn'"):
