@@ -6,6 +6,9 @@ from jaxtyping import Array, Float
 
 from glm5_jax.nn.types import wide
 
+# Numbers of a weight from which a second thread is worth waking.
+_LARGE = 2**18
+
 
 def full_precision(dtype) -> jax.lax.Precision | None:
     """HIGHEST for float32 and float64 operands: a GPU's default float32 product is TF32."""
@@ -14,8 +17,15 @@ def full_precision(dtype) -> jax.lax.Precision | None:
 
 def linear(x: Float[Array, "*b i"], weight: Float[Array, "o i"]) -> Float[Array, "*b o"]:
     """`x @ weight.T` in the activation dtype, whatever dtype the weight is stored in."""
-    weight = weight.astype(x.dtype)
-    return jnp.einsum("...i,oi->...o", x, weight, precision=full_precision(x.dtype))
+    weight, precision = weight.astype(x.dtype), full_precision(x.dtype)
+    if x.size == x.shape[-1] and weight.size >= _LARGE and weight.shape[0] % 2 == 0:
+        # XLA's CPU product of a single row, which reading the weight takes, runs on one thread; the
+        # products of a batch are spread over all. So decoding computes the halves of y as a batch.
+        halves = weight.reshape(2, -1, weight.shape[1])
+        x_twice = jnp.broadcast_to(x.reshape(1, -1), (2, 1, x.size))
+        y = jnp.einsum("hbi,hoi->hbo", x_twice, halves, precision=precision)
+        return y.reshape(*x.shape[:-1], -1)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision)
 
 
 def linear_wide(x: Float[Array, "*b i"], weight: Float[Array, "o i"]) -> Float[Array, "*b o"]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.linear import linear_wide
-from glm5_jax.nn.norms import normalize
+from glm5_jax.nn.norms import inverse_rms
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record
 from glm5_jax.nn.sums import sum_unrolled
@@ -69,8 +69,9 @@ def coefficients(
     projected to M + M + M·M logits, each part with its own element of `scale`.
     """
     M = streams.shape[-2]
-    flat = normalize(streams.reshape(*streams.shape[:-2], -1), norm_eps)
-    logits = linear_wide(flat, fn)
+    flat = streams.reshape(*streams.shape[:-2], -1)
+    # Divided behind the projection, where a token has a few numbers and not M·X.
+    logits = linear_wide(flat, fn) * inverse_rms(flat, norm_eps)
     base, scale = base.astype(logits.dtype), scale.astype(logits.dtype)
     pre, post, comb = jnp.split(logits, [M, 2 * M], axis=-1)
     pre_base, post_base, comb_base = jnp.split(base, [M, 2 * M])
@@ -103,9 +104,10 @@ def expand(
 
     `post` and `comb` are cast to the streams' dtype first; the sum over i is float32.
     """
-    dtype = streams.dtype
-    post, comb = post.astype(dtype), comb.astype(dtype)
-    mixed = sum_unrolled(comb[..., None].astype(wide(dtype)) * streams[..., :, None, :], axis=-3)
+    dtype, M = streams.dtype, streams.shape[-2]
+    post, comb = post.astype(dtype), comb.astype(dtype).astype(wide(dtype))
+    # Term by term: of one product [M, M, X] XLA would keep all of it, in memory.
+    mixed = sum(comb[..., i, :, None] * streams[..., i, None, :] for i in range(M))
     return post[..., None] * y[..., None, :] + mixed.astype(dtype)
 
 

@@ -7,10 +7,15 @@ from jaxtyping import Array, Float
 from glm5_jax.nn.types import wide
 
 
+def inverse_rms(x: Float[Array, "*b n"], eps: float) -> Float[Array, "*b 1"]:
+    """`1 / sqrt(mean(x²) + eps)` in float32."""
+    x = x.astype(wide(x.dtype))
+    return jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+
+
 def normalize(x: Float[Array, "*b n"], eps: float) -> Float[Array, "*b n"]:
     """`x / sqrt(mean(x²) + eps)` in float32: the RMSNorm without its weight."""
-    x = x.astype(wide(x.dtype))
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)
+    return x.astype(wide(x.dtype)) * inverse_rms(x, eps)
 
 
 def rms_norm(
