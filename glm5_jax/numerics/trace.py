@@ -82,6 +82,10 @@ class Trace(Mapping[str, np.ndarray]):
         self.skeleton = Skeleton.from_config(self.config)
         self._all_sites = sites_of(self.skeleton)
         self._check_arrays()
+        # In the order of the model, whatever that of a file is.
+        order = {name: place for place, name in enumerate(self._all_sites)}
+        names = sorted(self._arrays, key=lambda name: order[name.partition("#")[0]])
+        self._arrays = {name: self._arrays[name] for name in names}
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
