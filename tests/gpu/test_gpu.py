@@ -9,11 +9,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from glm5_jax.nn.indexer import index_scores
+from glm5_jax.nn.indexer import index_scores, select_pools
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.mhc import coefficients
 from glm5_jax.nn.quantized import QuantizedWeight
 from pallas_kernels.kda import chunk_kda
+from pallas_kernels.sparse_mla import sparse_mla_decode
 
 pytestmark = pytest.mark.gpu
 K = 16384  # where TF32 shows
@@ -66,6 +67,34 @@ def test_hyper_connection_coefficients_equal_the_cpu():
 def test_index_scores_equal_the_cpu():
     inputs = draw(1, 64, 32, 128), draw(1, K, 128), draw(1, 64, 32)
     assert_within(jax.jit(index_scores)(*inputs), on_cpu(index_scores, *inputs), 1e-5)
+
+
+def test_selections_equal_the_cpu_where_scores_are_apart():
+    def choose(queries, keys, weights):
+        scores = index_scores(queries, keys, weights)
+        return scores, select_pools(scores, jnp.ones(scores.shape, bool), 512)
+
+    inputs = draw(1, 64, 32, 128), draw(1, 4096, 128), draw(1, 64, 32)
+    scores, pools = on_cpu(choose, *inputs)
+    _, ours = jax.jit(choose)(*inputs)
+    ranked = np.sort(scores, axis=-1)
+    apart = ranked[..., -512] - ranked[..., -513] > 1e-5 * np.abs(scores).max()
+    assert apart.mean() > 0.5
+    np.testing.assert_array_equal(np.sort(ours)[apart], np.sort(pools)[apart])
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_float32_sparse_mla_equals_the_cpu(implementation):
+    indices = np.stack([np.random.default_rng(0).permutation(4096)[:2051] for _ in range(3)])[None]
+
+    def decode(q, kv):
+        return sparse_mla_decode(
+            q, kv, indices, scale=1 / 16, return_lse=True, implementation=implementation
+        )
+
+    inputs = draw(1, 3, 64, 512), draw(1, 4096, 512)
+    for ours, truth in zip(jax.jit(decode)(*inputs), on_cpu(decode, *inputs), strict=True):
+        assert_within(ours, truth, 1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla"])
