@@ -52,7 +52,10 @@ def sentences(found: Explanation) -> list[str]:
 def to_text(found: Explanation, width: int = WIDTH, color: bool = False) -> str:
     """The sentences, and the mistakes that come nearest."""
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=color, highlight=False)
+    # In a notebook rich shows what it is to write to a file, and the file stays empty.
+    console = Console(
+        file=out, width=width, force_terminal=color, force_jupyter=False, highlight=False
+    )
     for line in sentences(found):
         console.print(escape(line))
     if found.trials:

@@ -84,7 +84,10 @@ def detail(table: Comparison) -> str:
 def to_text(table: Comparison, width: int = WIDTH, color: bool = False) -> str:
     """The comparison for a terminal: by layer, and every site of the layer that parts first."""
     out = io.StringIO()
-    console = Console(file=out, width=width, force_terminal=color, highlight=False)
+    # In a notebook rich shows what it is to write to a file, and the file stays empty.
+    console = Console(
+        file=out, width=width, force_terminal=color, force_jupyter=False, highlight=False
+    )
     first = table.first_divergence
     console.print(escape(sentence(table)), style="bold green" if table.ok else "bold red")
     console.print(escape(detail(table)))
