@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from glm5_jax.nn.mhc import coefficients, expand, mean_streams, sinkhorn
-from glm5_jax.nn.norms import gated_rms_norm, layer_norm, normalize, rms_norm
+from glm5_jax.nn.norms import gated_rms_norm, inverse_rms, layer_norm, rms_norm
 from glm5_jax.numerics.mistakes_planting import instead_of
 
 
@@ -90,10 +90,10 @@ def norm_weight_plus_one(x, weight, eps):
     return rms_norm(x, 1 + weight, eps)
 
 
-@instead_of(normalize)
+@instead_of(inverse_rms)
 def eps_outside_the_root(x, eps):
     """`x / (sqrt(mean(x²)) + eps)`."""
-    return x / (jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True)) + eps)
+    return 1 / (jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True)) + eps)
 
 
 @instead_of(layer_norm)
