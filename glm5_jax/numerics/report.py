@@ -75,9 +75,9 @@ def detail(table: Comparison) -> str:
     before = table.rows.index(row)
     own = sum(r.verdict in WRONG for r in table.rows[before + 1 :])
     follows = sum(r.verdict == "follows" for r in table.rows)
-    lines = [f"{before} sites before it agree" if before else "It is the first site of all"]
+    lines = [f"All sites before it agree ({before:,})" if before else "It is the first site of all"]
     if follows or own:
-        lines.append(f"of those behind it {follows} follow from it and {own} add an error again")
+        lines.append(f"behind it {follows:,} follow from it and {own:,} add an error of their own")
     return "; ".join(lines) + "."
 
 

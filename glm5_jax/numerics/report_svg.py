@@ -14,6 +14,7 @@ from .report import number
 FLOOR = 1e-8
 STEPS = 10
 CELL, GAP, TOP = 20, 2, 26
+_ROUND = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
 
 
 def shade(error: float) -> int:
@@ -78,7 +79,7 @@ def ramp() -> str:
 def course(table: Comparison, height: int = 240) -> str:
     """Measured and expected error of every site in the model's order, on a logarithmic scale."""
     rows = [row for row in table.rows if not math.isnan(row.max_abs)]
-    step = max(2.0, min(11.0, 1000 / max(len(rows), 1)))
+    step = max(0.8, min(11.0, 1000 / max(len(rows), 1)))
     left, right, bottom = 52, 12, 24
     width = max(320, round(left + right + step * max(len(rows) - 1, 1)))
     step = (width - left - right) / max(len(rows) - 1, 1)
@@ -94,7 +95,7 @@ def course(table: Comparison, height: int = 240) -> str:
             out.append(
                 f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{height - bottom}"/>'
             )
-            if step * 24 > 26 or row.layer % 4 == 0:
+            if step * 28 > 26 or row.layer % 4 == 0:
                 word = "layer " if row.layer == 0 else ""
                 out.append(f'<text x="{x + 3:.1f}" y="{height - 8}">{word}{row.layer}</text>')
         seen = row.layer
@@ -138,7 +139,8 @@ def divergence_of_logits(logits: LogitComparison, height: int = 110) -> str:
                 f'width="{max(bar - 1, 0.8):.1f}" height="{max(base - top, 1):.1f}">'
                 f"<title>{title}</title></rect>"
             )
-        for t in range(0, T, max(1, math.ceil(T / 10))):
+        every = next(n for n in _ROUND if 12 * n >= T)
+        for t in range(0, T, every):
             x = left + (t + 0.5) * bar
             out.append(f'<text x="{x:.1f}" y="{base + 14}" text-anchor="middle">{t}</text>')
     return "".join(out) + "</svg>"
