@@ -11,8 +11,8 @@ Expected time on an H200 at B 128, T 1, A 64, W 2048, R 512: computed, not yet m
 
     memory    rows 268 MB, queries and output 8 MB each, at 4.8 TB/s      60 µs: 1.8 µs a tile
     products  34 GFLOP, at the 790 TFLOP/s of large products              44 µs
-    a tile    scores: 32 wgmma m64n64k16, which the 128 bytes a cycle of shared memory bound as
-              the tensor cores do                                         1000 to 1300 cycles
+    a tile    scores: 32 wgmma m64n64k16, held back by shared memory (128 bytes a cycle) as much
+              as by the tensor cores                                      1000 to 1300 cycles
               softmax, p into shared memory, two barriers                 600
               output: 4 wgmma m64n256k16 of each of two warpgroups        1000
               2600 to 2900 cycles, at 1.75 GHz                            1.5 to 1.7 µs
@@ -20,7 +20,7 @@ Expected time on an H200 at B 128, T 1, A 64, W 2048, R 512: computed, not yet m
 One tile is worked on while the next one comes, so the slower of the two sets the pace, the memory:
 32 tiles of 1.8 µs, 5 to 10 µs for the queries, the first tile and the output: 65 to 75 µs. The goal
 is under 80. 128 blocks leave 4 of the 132 multiprocessors idle. One token takes the whole card: 33
-parts of one tile, 10 µs with the merge and both launches.
+parts of one tile, 10 to 12 µs with the merge and both launches.
 
 Source: FlashAttention-2 (arXiv:2307.08691), the softmax of tiles and of parts; FlashMLA, the two
 halves of the output.
