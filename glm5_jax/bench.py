@@ -69,7 +69,7 @@ def bench_forward(repeats: int = 5, tokens: int = 1024) -> list[Timing]:
         model = load(path, dtype="float32")
         oracle = oracle_model(path, "float32")
         forward = jax.jit(TextModel.__call__)
-        ours, peer = _alternate(
+        ours, peer = alternate(
             lambda: forward(model, batch), lambda: oracle_logits(oracle, batch), repeats
         )
     return [Timing(f"forward, bench.json, 1×{tokens} float32", ours, peer, _ORACLE, 15)]
@@ -98,7 +98,7 @@ def bench_kda(repeats: int = 5, tokens: int = 1024, heads: int = 8, dim: int = 1
         except ImportError as error:
             missing.append(error)
             continue
-        ours, theirs = _alternate(lambda: chunked(*arrays), peer, repeats)
+        ours, theirs = alternate(lambda: chunked(*arrays), peer, repeats)
         what = f"KDA, 1×{tokens}, {heads} heads of {dim}, float32"
         timings.append(Timing(what, ours, theirs, name, goal))
     if not timings:
@@ -204,11 +204,11 @@ def bench_decode(
             ours[batch, context] = _decoding(model, running)
             if not np.array_equal(ours[batch, context](), peer()):
                 raise RuntimeError("the two sides choose different tokens from one state")
-            mine, theirs = _alternate(ours[batch, context], peer, repeats)
+            mine, theirs = alternate(ours[batch, context], peer, repeats)
             what = f"decode, bench.json, batch {batch} after {context:,} tokens, float32"
             timings.append(Timing(what, mine, theirs, _ORACLE, 10))
     for batch in batches:
-        far, near = _alternate(ours[batch, contexts[1]], ours[batch, contexts[0]], repeats)
+        far, near = alternate(ours[batch, contexts[1]], ours[batch, contexts[0]], repeats)
         what = f"decode, batch {batch} after {contexts[1]:,} tokens"
         timings.append(Timing(what, far, near, f"after {contexts[0]:,}", 1 / 1.5))
     return timings
@@ -261,18 +261,44 @@ def bench_rehearsal(repeats: int = 1) -> Iterator[Any]:
     return rehearse()
 
 
-# What a run without names leaves out: it needs 40 GB of disk.
-ASKED_FOR: dict[str, Callable[..., Iterable[Any]]] = {"rehearsal": bench_rehearsal}
+def bench_sparse_mla(repeats: int = 5) -> list[Timing]:
+    """Sparse MLA in XLA against a dense product that is masked."""
+    from glm5_jax.bench_sparse import time_sparse_mla
+
+    return time_sparse_mla(repeats)
+
+
+def bench_indexer(repeats: int = 5) -> list[Timing]:
+    """The indexer's choice in windows of pools against that of all scores at once."""
+    from glm5_jax.bench_sparse import time_indexer
+
+    return time_indexer(repeats)
+
+
+def bench_prefill(repeats: int = 1) -> list[Timing]:
+    """32,768 tokens through one DSA layer: time against half as many, and memory."""
+    from glm5_jax.bench_sparse import time_prefill
+
+    return time_prefill()
+
+
+# What a run without names leaves out: 40 GB of disk, and minutes.
+ASKED_FOR: dict[str, Callable[..., Iterable[Any]]] = {
+    "rehearsal": bench_rehearsal,
+    "prefill": bench_prefill,
+}
 BENCHES: dict[str, Callable[..., list[Timing]]] = {
     "forward": bench_forward,
     "kda": bench_kda,
     "compile": bench_compile,
     "decode": bench_decode,
+    "sparse-mla": bench_sparse_mla,
+    "indexer": bench_indexer,
     "convert": bench_convert,
 }
 
 
-def _alternate(ours: Callable[[], Any], peer: Callable[[], Any], repeats: int) -> tuple[float, ...]:
+def alternate(ours: Callable[[], Any], peer: Callable[[], Any], repeats: int) -> tuple[float, ...]:
     """Median seconds of a call of each, timed in turn after one warm-up turn.
 
     A turn repeats the call for at least `TURN_SECONDS`, so that a short one is not timed on the

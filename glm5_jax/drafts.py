@@ -102,7 +102,9 @@ def write_pairs(
     head, mtp, written = _head(model, cache)
     embedded = embed(model.embed_tokens[...], pairs.tokens)
     stretch = Stretch(written, pairs.count)
-    output, selection, mtp = head.advance(pairs.hidden, embedded, stretch, mtp)
+    output, selection, mtp = head.advance(
+        pairs.hidden, embedded, stretch, mtp, implementation=model.implementation
+    )
     return output, selection, replace(cache, mtp=mtp, mtp_lengths=written + pairs.count)
 
 
@@ -126,7 +128,9 @@ def draft(
     def next_draft(carry, index):
         hidden, token, mtp = carry
         stretch = Stretch(written + index, jnp.ones_like(written))
-        hidden, _, mtp = head.advance(hidden, embed(table, token), stretch, mtp, shared)
+        hidden, _, mtp = head.advance(
+            hidden, embed(table, token), stretch, mtp, shared, model.implementation
+        )
         token = choose(head_logits(hidden, lm_head), cache.lengths[:, None] + 2 + index)
         return (hidden, token, mtp), token[:, 0]
 

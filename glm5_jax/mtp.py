@@ -17,7 +17,7 @@ from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record, note, scoped
-from glm5_jax.nn.types import Activations, Mask, Selection
+from glm5_jax.nn.types import Activations, Implementation, Mask, Selection
 
 
 class PlainLayer(nnx.Module):
@@ -50,10 +50,13 @@ class PlainLayer(nnx.Module):
         stretch: Stretch,
         cache: DSACache,
         selection: Selection | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Activations, Selection, DSACache]:
         """As a call, for the pairs of `stretch` after those in `cache`: see `DSA.advance`."""
         h = rms_norm(x, self.attn_norm[...], self.eps)
-        y, selection, cache = self.attn.advance(h, stretch, cache, selection)
+        y, selection, cache = self.attn.advance(
+            h, stretch, cache, selection, implementation=implementation
+        )
         return self._feed_forward(x + y, None), selection, cache
 
     def _feed_forward(self, x: Activations, trace: Record | None) -> Activations:
@@ -103,14 +106,16 @@ class MTPHead(nnx.Module):
         stretch: Stretch,
         cache: DSACache,
         selection: Selection | None = None,
+        implementation: Implementation = None,
     ) -> tuple[Activations, Selection, DSACache]:
         """h' of the pairs of `stretch` after those in `cache`, what they selected, and the cache.
 
         With a `selection` `[B, T, W]` of slots they attend to that, and the indexer does not run.
+        `implementation` is that of the attention.
         """
         slots = stretch.start[:, None] + jnp.arange(hidden.shape[1])
         x = self.join(hidden, embedded, slots)
-        x, selection, cache = self.layer.advance(x, stretch, cache, selection)
+        x, selection, cache = self.layer.advance(x, stretch, cache, selection, implementation)
         return rms_norm(x, self.shared_head_norm[...], self.eps), selection, cache
 
     def join(

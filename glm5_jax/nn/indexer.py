@@ -203,8 +203,8 @@ def best_pools(
         scores, visible = score_window(jax.lax.dynamic_slice_in_dim(keys, start, width, 1), start)
         pools = start + jnp.arange(width, dtype=jnp.int32)
         pools = jnp.where(visible & (pools >= window * width), pools, -1)
-        pairs = zip(best, (scores, pools), strict=True)
-        return _keep_best(*(jnp.concatenate(pair, axis=-1) for pair in pairs), count)
+        scores = jnp.concatenate([best[0], scores], axis=-1)
+        return _keep_best(scores, jnp.concatenate([best[1], pools], axis=-1), count)
 
     chosen = (*seen.shape, count)
     none = jnp.full(chosen, -jnp.inf, wide(queries.dtype)), jnp.full(chosen, -1, jnp.int32)

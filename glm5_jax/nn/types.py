@@ -25,7 +25,7 @@ Logits: TypeAlias = Float[Array, "B T Vo"]
 Implementation: TypeAlias = str | tuple[str, ...] | None
 """Which implementation of an operation runs, by name; of several the first that can. None chooses.
 
-For KDA: see `pallas_kernels.kda.chunk_kda`.
+For KDA and for DSA: see `pallas_kernels.kda.chunk_kda` and `pallas_kernels.sparse_mla`.
 """
 
 

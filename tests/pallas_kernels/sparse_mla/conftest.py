@@ -74,6 +74,12 @@ CASES = [
 
 
 @pytest.fixture(scope="session")
+def mla_arguments():
+    """Arguments of sizes of a test's own."""
+    return lambda **sizes: MLACase("of its own", **sizes).arguments()
+
+
+@pytest.fixture(scope="session")
 def exact_mla():
     """The judge: the definition in NumPy, float64, by loops; shares no line with ours."""
 
