@@ -362,7 +362,8 @@ def test_logits_are_float32_or_float64(build, tokens, dtype):
     assert out.dtype == wide
     # The streams and everything that flows through them keep the dtype of the model; the islands
     # are float32, or float64 in a float64 model, and nothing is float32 there.
-    islands = ("pre", "post", "comb", "g", "beta", "state", "logits", "weights", "index_scores")
+    islands = ["pre", "post", "comb", "g", "beta", "state"]
+    islands += ["logits", "scores", "weights", "index_scores"]
     for name, site in sites.items():
         if jnp.issubdtype(site.dtype, jnp.floating):
             is_wide = name.split(".")[-1] in (*islands, "head")
