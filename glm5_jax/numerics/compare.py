@@ -12,9 +12,10 @@ against what was measured.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -32,7 +33,10 @@ from .compare_growth import Gains, Growth
 from .compare_logits import compare_logits
 from .compare_sides import CHOICES, Comparable, Frame, Side, matched, paired
 from .compare_steps import Node, model_graph
-from .compare_table import Comparison, Row, SiteVerdict
+from .compare_table import WRONG, Comparison, Row, SiteVerdict
+
+if TYPE_CHECKING:
+    from ..model import TextModel
 
 SCORES = {
     "attn.pools": "attn.index_scores",
@@ -49,7 +53,7 @@ def compare(
     other: Comparable,
     *,
     expected: tuple[Comparable, Comparable] | None = None,
-    model: Any = None,
+    model: TextModel | str | os.PathLike[str] | None = None,
 ) -> Comparison:
     """Compare two traces of the same tokens: full, stats, or one of each; of any two dtypes.
 
@@ -62,6 +66,7 @@ def compare(
     Raises:
         TraceError: a file is no trace; or the two are of different tokens, masks, configs or
             shapes, or have no site in common.
+        CheckpointError: `model` is a directory that cannot be read.
     """
     a, b = Side.of(trace, "the trace"), Side.of(other, "the other")
     frame = matched(a, b)
@@ -122,6 +127,7 @@ class _Walk:
         self.flips: list[Flip] = []
         self.found: dict[str, Gains] = {}
         self._diverged: set[str] = set()
+        self._flip_at: dict[tuple[str, int, int], Flip] = {}
         self._all_scores: dict[tuple[int, str], np.ndarray | None] = {}
 
     def run(self) -> None:
@@ -179,7 +185,7 @@ class _Walk:
                 note=error.nonfinite or "",
             )
         )
-        return verdict in ("diverges", "not a number")
+        return verdict in WRONG
 
     def _array_error(self, node: Node, x: np.ndarray, y: np.ndarray) -> SiteError:
         valid = self.frame.valid(node.tail, x.shape)
@@ -225,6 +231,7 @@ class _Walk:
             where[flip.row, flip.position] = True
         self.growth.choose(node, where)
         self.flips += flips
+        self._flip_at |= {(flip.site, flip.row, flip.position): flip for flip in flips}
         wrong = [flip for flip in flips if flip.explained is False]
         share = len(flips) / max(int(self.frame.real.sum()), 1)
         unknown = sum(flip.explained is None for flip in flips)
@@ -310,9 +317,7 @@ class _Walk:
         self, source: str, row: int, position: int, sets: tuple[frozenset[int], frozenset[int]]
     ) -> Verdict:
         """A selection of tokens differs as the pools do, or the selection that it shares."""
-        flip = next(
-            (f for f in self.flips if (f.site, f.row, f.position) == (source, row, position)), None
-        )
+        flip = self._flip_at.get((source, row, position))
         if flip is None:
             return Verdict(None, None, False)
         moved = {*flip.trace_only, *flip.other_only}

@@ -171,6 +171,8 @@ def matched(a: Side, b: Side) -> Frame:
         raise TraceError(
             f"{both} have no site in common: {_some(a.sites)} against {_some(b.sites)}"
         )
+    if (a.is_stats or b.is_stats) and (a.trace is None or b.trace is None):
+        raise TraceError(f"{both}: one has stats alone, and plain arrays are no trace; save both")
     mask = a.mask if a.mask is not None else b.mask
     tokens = a.tokens if a.tokens is not None else b.tokens
     if mask is None:

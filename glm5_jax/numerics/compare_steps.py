@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..skeleton import Skeleton
-from .trace import sites_of
+from .sites import sites_of
 
 
 class Step(NamedTuple):

@@ -117,10 +117,10 @@ def to_text(table: Comparison, width: int = WIDTH, color: bool = False) -> str:
 
 def to_dict(table: Comparison) -> dict[str, Any]:
     """All of it as what JSON can say; NaN and infinities are null."""
-    logits = table.logits
+    logits, first = table.logits, table.first_divergence
     found = {
         "ok": table.ok,
-        "first_divergence": None if table.ok else table.first_divergence.name,  # type: ignore
+        "first_divergence": None if first is None else first.name,
         "sentence": sentence(table),
         "sides": list(table.sides),
         "rows": [asdict(row) for row in table.rows],
