@@ -30,7 +30,7 @@ STDERR = Console(stderr=True)
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint directory.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout.")]
 Layers = Annotated[
-    str | None, typer.Option(metavar="0-3,45", help="Only these layers are required.")
+    str | None, typer.Option(metavar="0-3,45", help="Only these layers, and what is in none.")
 ]
 Dtype = Annotated[
     str, typer.Option(metavar="stored|bfloat16|float32|float64", help="Dtype of the leaves.")
