@@ -62,7 +62,7 @@ class LayerSummary:
     verdict: SiteVerdict
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """What `compare` found.
 
@@ -101,7 +101,7 @@ class Comparison:
                 found.setdefault(row.layer, []).append(row)
         return tuple(_summary(layer, rows) for layer, rows in sorted(found.items()))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_text()
 
     def to_text(self, color: bool = False) -> str:

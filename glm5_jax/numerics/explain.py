@@ -43,7 +43,7 @@ class Trial:
     misfit: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
     """What `explain` found.
 
@@ -79,7 +79,7 @@ class Explanation:
         """Whether there is nothing to explain."""
         return self.divergence is None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return self.to_text()
 
     def to_text(self, color: bool = False) -> str:
