@@ -247,6 +247,13 @@ def _peer_decoding(oracle: Any, running: Running) -> Callable[[], np.ndarray]:
     return call
 
 
+def bench_trace(repeats: int = 5) -> list[Timing]:
+    """A trace of every site's stats beside the plain forward pass: time and memory."""
+    from glm5_jax.bench_trace import time_trace
+
+    return time_trace(repeats)
+
+
 def bench_convert(repeats: int = 3) -> list[Timing]:
     """A few layers of the release's sizes: ours, a plain copy with SHA-256, and transformers."""
     from glm5_jax.bench_checkpoint import time_conversion
@@ -294,6 +301,7 @@ BENCHES: dict[str, Callable[..., list[Timing]]] = {
     "decode": bench_decode,
     "sparse-mla": bench_sparse_mla,
     "indexer": bench_indexer,
+    "trace": bench_trace,
     "convert": bench_convert,
 }
 

@@ -325,8 +325,8 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]...",
-            help="forward, kda, compile, decode, sparse-mla, indexer, convert; or all. "
-            "rehearsal and prefill only by their names.",
+            help="forward, kda, compile, decode, sparse-mla, indexer, trace, convert; "
+            "or all. rehearsal and prefill only by their names.",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each side.")] = 5,
