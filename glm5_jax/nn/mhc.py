@@ -6,6 +6,7 @@ the doubly stochastic matrices by Sinkhorn's iteration). Coefficients are float3
 dtype.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -107,7 +108,8 @@ def expand(
     dtype, M = streams.dtype, streams.shape[-2]
     post, comb = post.astype(dtype), comb.astype(dtype).astype(wide(dtype))
     # Term by term: of one product [M, M, X] XLA would keep all of it, in memory.
-    mixed = sum(comb[..., i, :, None] * streams[..., i, None, :] for i in range(M))
+    terms = (comb[..., i, :, None] * streams[..., i, None, :] for i in range(M))
+    mixed = functools.reduce(jnp.add, terms)
     return post[..., None] * y[..., None, :] + mixed.astype(dtype)
 
 
