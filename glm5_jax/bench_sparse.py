@@ -51,7 +51,8 @@ def time_sparse_mla(repeats: int, rows: int = 32768, selected: int = 2048) -> li
     if not np.allclose(ours, peer, atol=1e-5):
         raise RuntimeError("the two sides attend to different rows")
     what = f"sparse MLA, {selected} of {rows} rows of 512, 64 heads, float32"
-    return [Timing(what, *alternate(*calls, repeats), "all scores, masked", 8)]
+    mine, theirs = alternate(*calls, repeats)
+    return [Timing(what, mine, theirs, "all scores, masked", 8)]
 
 
 def time_indexer(repeats: int) -> list[Timing]:
@@ -72,8 +73,8 @@ def _time_choice(repeats: int, queries: int, pools: int) -> Timing:
 
     ours = partial(jax.jit(best_pools, static_argnums=(4, 5)), *operands, seen, 4, 512)
     what = f"indexer, the best of {pools:,} pools, queries: {queries}, float32"
-    seconds = alternate(ours, partial(at_once, *operands, seen), repeats)
-    return Timing(what, *seconds, "all scores at once")
+    mine, theirs = alternate(ours, partial(at_once, *operands, seen), repeats)
+    return Timing(what, mine, theirs, "all scores at once")
 
 
 @dataclass(frozen=True)
