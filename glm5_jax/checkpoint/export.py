@@ -107,7 +107,7 @@ def export(
     with whole_directory(dst) as partial:
         files = TensorFiles(partial, plan.tensors, shard_bytes)
         _write(_Source(directory, config, ledger, arrays), plan, files, progress)
-        files.close()
+        files.write_index()
         (partial / CONFIG).write_bytes(_config(directory, header, plan, dtype))
         for name in companions(directory):
             shutil.copyfile(directory / name, partial / name)

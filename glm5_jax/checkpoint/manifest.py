@@ -25,8 +25,6 @@ def write_manifest(directory: Path) -> None:
         lines.append(json.dumps({"file": name, "size": size, "sha256": digest}) + "\n")
     with open(directory / MANIFEST, "w", encoding="utf-8") as file:
         file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def check_manifest(

@@ -78,7 +78,7 @@ def write_rehearsal(
         pools = {dtype: _masked(noise, dtype) for dtype in {x.dtype for x in tensors.values()}}
         for name, declared in tensors.items():
             _write(files, name, declared, pools[declared.dtype])
-        files.close()
+        files.write_index()
         text = json.dumps(raw, indent=2) + "\n"
         (partial / "config.json").write_text(text, encoding="utf-8")
     return out

@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 
 from ..errors import CheckpointError
 from .database import STATE, merge_databases, one_line, remove, write_tree
+from .durable import flush, flush_entry
 from .ledger import LEDGER, LedgerHeader, LedgerLine
 from .manifest import write_manifest
 
@@ -169,6 +170,7 @@ class Staging:
             for file in (self.root / CONFIG, self.root / LEDGER, *beside):
                 shutil.copyfile(file, merged / file.name)
             write_manifest(merged)
+            flush(merged)
         except (OSError, ValueError) as error:
             raise self.stopped("the whole", error) from error
         return merged
@@ -276,8 +278,4 @@ def _place(directory: Path, dst: Path) -> None:
         _exchange(directory, dst)
     else:
         os.rename(directory, dst)
-    descriptor = os.open(dst.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_entry(dst.parent)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError
+from .durable import flush, flush_entry
 from .header import DTYPES
 from .reader import INDEX
 
@@ -105,14 +106,8 @@ class TensorFiles:
         finally:
             os.close(descriptor)
 
-    def close(self) -> None:
-        """Have all of it on the disk, and write the index if there is more than one file."""
-        for file in self.files:
-            descriptor = os.open(self.directory / file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+    def write_index(self) -> None:
+        """Write the index, if there is more than one file."""
         if len(self.files) > 1:
             total = sum(tensor.nbytes for tensor in self._tensors.values())
             weight_map = {name: place.file for name, place in sorted(self._places.items())}
@@ -138,8 +133,9 @@ def _shards(tensors: Mapping[str, Declared], shard_bytes: int) -> list[list[str]
 def whole_directory(dst: Path) -> Iterator[Path]:
     """A directory to fill, which becomes `dst` if nothing is raised and is gone otherwise.
 
-    What a killed process left behind is dropped. Raises CheckpointError if `dst` is there and not
-    an empty directory, if another process is writing it, and for what can't be written.
+    All of it is on the disk by then. What a killed process left behind is dropped. Raises
+    CheckpointError if `dst` is there and not an empty directory, if another process is writing it,
+    and for what can't be written.
     """
     if os.path.lexists(dst) and not (dst.is_dir() and not any(dst.iterdir())):
         raise CheckpointError(f"{dst}: exists already; choose another destination or delete it")
@@ -160,7 +156,9 @@ def whole_directory(dst: Path) -> Iterator[Path]:
         try:
             _empty(partial)
             yield partial
+            flush(partial)
             os.replace(partial, dst)
+            flush_entry(dst.parent)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
             raise _unwritable(dst, error) from error
