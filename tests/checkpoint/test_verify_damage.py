@@ -1,5 +1,6 @@
 """Any damage at all, drawn at random: it is found, or what is read is right all the same."""
 
+import copy
 import json
 import os
 import shutil
@@ -50,9 +51,13 @@ def orbax(source, tmp_path_factory):
     return out
 
 
-def damage(draw, raw, others):
+BYTES = ["flip", "cut", "add", "double", "other"]
+ODD = [None, True, 0, -1, 1, 16, 1.5, 2**31, 2**70, "", "F32", "F8_E4M3", "U8", [], [1, 1], {}]
+
+
+def damage(draw, raw, others, kinds):
     """Other bytes than those of a file: flipped, cut off, added, doubled, or another file's."""
-    kind = draw(st.sampled_from(["flip", "cut", "add", "double", "other"]))
+    kind = draw(st.sampled_from(kinds))
     if kind == "flip" and raw:
         changed = bytearray(raw)
         for _ in range(draw(st.integers(1, 3))):
@@ -64,16 +69,39 @@ def damage(draw, raw, others):
         return raw + raw
     if kind == "other":
         return draw(st.sampled_from(others)).read_bytes()
+    if kind == "edit":
+        size = int.from_bytes(raw[:8], "little")
+        if size > len(raw):
+            return json.dumps(edited(draw, json.loads(raw))).encode()
+        header = json.dumps(edited(draw, json.loads(raw[8 : 8 + size]))).encode()
+        return len(header).to_bytes(8, "little") + header + raw[8 + size :]
     return raw + draw(st.binary(min_size=1, max_size=9))
 
 
+def edited(draw, value):
+    """JSON of which a part is gone, is its neighbour's, or is anything at all."""
+    if not isinstance(value, dict | list) or not value or draw(st.integers(0, 5)) == 0:
+        return draw(st.sampled_from(ODD))
+    value = copy.copy(value)
+    keys = sorted(value) if isinstance(value, dict) else range(len(value))
+    key = draw(st.sampled_from(keys))
+    kind = draw(st.sampled_from(["drop", "neighbour", *["deeper"] * 4]))
+    if kind == "drop":
+        del value[key]
+    elif kind == "neighbour":
+        value[key] = value[draw(st.sampled_from(keys))]
+    else:
+        value[key] = edited(draw, value[key])
+    return value
+
+
 @contextmanager
-def damaged(data, directory):
+def damaged(data, directory, kinds=BYTES):
     """One file of a directory damaged or gone; its name."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     file = data.draw(st.sampled_from(files))
     whole = file.read_bytes()
-    changed = None if data.draw(st.integers(0, 9)) == 0 else damage(data.draw, whole, files)
+    changed = None if data.draw(st.integers(0, 9)) == 0 else damage(data.draw, whole, files, kinds)
     try:
         if changed is None:
             file.unlink()
@@ -129,7 +157,7 @@ def test_damage_to_an_orbax_directory_is_found_and_never_read_as_something_else(
 def test_a_damaged_source_is_refused_or_converted_as_it_is(tmp_path_factory, source, data):
     base = tmp_path_factory.getbasetemp() / "damaged"
     shutil.rmtree(base, ignore_errors=True)
-    with damaged(data, source):
+    with damaged(data, source, [*BYTES, *["edit"] * 5]):
         report = or_refused(lambda: convert(source, base / "orbax"))
         if report is None:
             assert not (base / "orbax").exists()
