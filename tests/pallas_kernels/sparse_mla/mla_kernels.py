@@ -122,12 +122,16 @@ def test_kernel_rounds_as_it_says(mla_case, judge, monkeypatch):
         judge(arguments)
 
 
-def test_rows_past_the_end_are_none(judge):
-    rng = np.random.default_rng(0)
-    q, kv = (rounded(rng.standard_normal(shape)) for shape in ((1, 2, 3, 512), (1, 40, 512)))
-    indices = rng.permutation(2 * 65).reshape(1, 2, 65).astype(np.int32)
-    indices[0, 0, :2] = 2**31 - 1, -(2**31)
-    judge({"q": q, "kv": kv, "indices": indices, "scale": 0.05})
+@pytest.mark.parametrize("W", [17, 63, 65, 129])
+def test_widths_between_tiles(judge, mla_arguments, W):
+    judge(mla_arguments(W=W, A=3, R=512, B=1))
+
+
+def test_rows_past_the_end_are_none(judge, mla_arguments):
+    arguments = mla_arguments(W=65, T=2, A=3, R=512, B=1)
+    S = arguments["kv"].shape[1]
+    arguments["indices"][0, 0, :40] = S, 2**31 - 1, -(2**31), *range(S + 1, S + 38)
+    judge(arguments)
 
 
 def test_all_ones(judge):
