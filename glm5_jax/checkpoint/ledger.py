@@ -172,7 +172,7 @@ def _line(entry: dict[str, Any]) -> LedgerLine:
     sources = tuple(_source(source) for source in entry["sources"])
     line = LedgerLine(**entry | {"shape": _sizes(entry["shape"]), "sources": sources})
     words = (line.path, line.transform, line.sha256)
-    if line.dtype not in _ARRAYS or not sources or not all(isinstance(x, str) for x in words):
+    if line.dtype not in _ARRAYS or not sources or not all(map(_is_word, words)):
         raise ValueError
     return line
 
@@ -184,9 +184,13 @@ def _source(entry: dict[str, Any]) -> LedgerSource:
         rows = (begin, end)
     source = LedgerSource(**entry | {"shape": _sizes(entry["shape"]), "rows": rows})
     words = (source.name, source.file, source.sha256)
-    if source.dtype not in DTYPES or not all(isinstance(x, str) for x in words):
+    if source.dtype not in DTYPES or not all(map(_is_word, words)):
         raise ValueError
     return source
+
+
+def _is_word(entry: Any) -> bool:
+    return isinstance(entry, str) and entry.isprintable()
 
 
 def _sizes(entry: list[Any]) -> tuple[int, ...]:

@@ -39,13 +39,16 @@ def check_manifest(
     try:
         for text in (directory / MANIFEST).read_bytes().splitlines(keepends=True):
             entry = json.loads(text)
-            if entry["file"] in listed or not text.endswith(b"\n"):
+            name, size, digest = entry["file"], entry["size"], entry["sha256"]
+            if name in listed or not name.isprintable() or not text.endswith(b"\n"):
                 raise ValueError
-            listed[entry["file"]] = (entry["size"], entry["sha256"])
+            if type(size) is not int or not isinstance(digest, str | None):
+                raise ValueError
+            listed[name] = (size, digest)
     except OSError as error:
         yield f"{MANIFEST}: cannot be read: {error.strerror or error}"
         return
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         yield f"{MANIFEST}: line {len(listed) + 1} is damaged"
         return
     present = set(_files(directory))

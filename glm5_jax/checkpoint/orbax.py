@@ -68,6 +68,8 @@ def leaf_paths(directory: Path) -> list[str]:
     try:
         entries = json.loads(file.read_bytes())["tree_metadata"].values()
         found = [[str(key["key"]) for key in entry["key_metadata"]] for entry in entries]
+        if not all(key.isprintable() for keys in found for key in keys):
+            raise ValueError
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror or error}") from None
     except (AttributeError, KeyError, TypeError, ValueError):

@@ -198,7 +198,7 @@ def _with_index(directory: Path, present: list[str]) -> Checkpoint:
     index = directory / INDEX
     weight_map, declared = _read_index(index)
     shards = sorted(set(weight_map.values()))
-    if absent := [shard for shard in shards if not (directory / shard).is_file()]:
+    if absent := [shard for shard in shards if not os.path.isfile(directory / shard)]:
         raise CheckpointError(
             f"{index}: names {len(absent)} of {len(shards)} files that are not there: "
             f"{', '.join(absent)}; download them, or take them out of the index"
@@ -259,8 +259,8 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     if not isinstance(weight_map, dict) or not weight_map:
         refuse("weight_map must be an object that maps tensor names to files")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not file:
-            refuse(f"weight_map: {name} must name a file, got {file!r}")
+        if not isinstance(file, str) or not file or not (name + file).isprintable():
+            refuse(f"weight_map: {name!r} must name a file, got {file!r}")
     for file in set(weight_map.values()):
         pure = PurePosixPath(file)
         if pure.is_absolute() or ".." in pure.parts or "\\" in file or "\0" in file:

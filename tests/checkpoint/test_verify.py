@@ -206,10 +206,26 @@ def test_a_damaged_ledger_is_a_problem_that_names_the_line(copy):
     damage += [(4, b"\xff\n"), (5, raw[1]), (2, raw[1].replace(b'"bfloat16"', b'"bfloat1&"'))]
     damage += [(2, raw[1].replace(b'"shape":[', b'"shape":["')), (2, b'{"path":[' + raw[1][9:])]
     damage += [(2, raw[1].replace(b'"rows":null', b'"rows":[1]'))]
+    damage += [(2, raw[1].replace(b'"path":"', b'"path":"\\n'))]
     for number, text in damage:
         (copy / LEDGER).write_bytes(b"".join([*raw[: number - 1], text, *raw[number:]]))
         problems = verify(copy).problems
         assert any(f"{LEDGER}: line {number}" in line for line in problems), problems
+
+
+def test_a_damaged_list_of_files_is_a_problem_that_names_the_line(copy):
+    raw = (copy / MANIFEST).read_bytes()
+    for old, new in ((b'"file": "', b'"file": "\\n'), (b'"size": ', b'"size": "", "x": ')):
+        (copy / MANIFEST).write_bytes(raw.replace(old, new, 1))
+        assert f"{MANIFEST}: line 1 is damaged" in verify(copy, quick=True).problems
+    (copy / MANIFEST).write_bytes(raw.replace(b'"file": "config.json"', b'"file": ["config.json"]'))
+    assert any("is damaged" in line for line in verify(copy, quick=True).problems)
+
+
+def test_a_tree_with_unprintable_names_is_damaged(copy):
+    tree = copy / "state" / "_METADATA"
+    tree.write_bytes(tree.read_bytes().replace(b'"attn"', b'"at\\n"'))
+    assert any("no tree can be read" in line for line in verify(copy, quick=True).problems)
 
 
 def test_what_is_no_orbax_directory_is_refused(tmp_path, tiny):
