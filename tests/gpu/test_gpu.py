@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from glm5_jax.nn.indexer import index_scores, select_pools
+from glm5_jax.nn.indexer import best_pools, index_scores
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.mhc import coefficients
 from glm5_jax.nn.quantized import QuantizedWeight
@@ -71,8 +71,9 @@ def test_index_scores_equal_the_cpu():
 
 def test_selections_equal_the_cpu_where_scores_are_apart():
     def choose(queries, keys, weights):
-        scores = index_scores(queries, keys, weights)
-        return scores, select_pools(scores, jnp.ones(scores.shape, bool), 512)
+        seen = jnp.full((1, 64), 4 * 4096)
+        pools = best_pools(queries, keys, weights, seen, 4, 512)
+        return index_scores(queries, keys, weights), pools
 
     inputs = draw(1, 64, 32, 128), draw(1, 4096, 128), draw(1, 64, 32)
     scores, pools = on_cpu(choose, *inputs)
