@@ -15,7 +15,7 @@ EXTRAS := test$(if $(filter 1,$(ORACLE)),$(comma)oracle)$(if $(filter 1,$(AOT)),
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(ORACLE)-$(AOT)
 
-.PHONY: demo test fuzz golden lint clean
+.PHONY: demo test notebooks fuzz golden lint clean
 
 demo: $(STAMP)
 	$(BIN)/glm5-jax demo
@@ -23,6 +23,10 @@ demo: $(STAMP)
 # A file's tests stay in one process, which makes its fixtures once.
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+
+# Runs every notebook; `--overwrite` in PYTEST_ADDOPTS keeps what they print.
+notebooks: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --nbmake --nbmake-timeout=120 notebooks
 
 # Two hundred random models against the oracle, where `make test` draws about twenty, and with the
 # code that users run; on JAX 0.11 also the GPU kernels, interpreted, with every input at every size.
