@@ -31,7 +31,8 @@ notebooks: $(STAMP)
 # Two hundred random models against the oracle, where `make test` draws about twenty, and with the
 # code that users run; on JAX 0.11 also the GPU kernels, interpreted, with every input at every size.
 fuzz: $(STAMP)
-	XLA_FLAGS= GLM5_JAX_FUZZ=200 $(BIN)/python -m pytest tests/oracle tests/pallas_kernels/test_kda_mosaic.py
+	XLA_FLAGS= GLM5_JAX_FUZZ=200 $(BIN)/python -m pytest tests/oracle \
+		tests/pallas_kernels/test_kda_mosaic.py tests/pallas_kernels/sparse_mla
 
 # The golden vectors that tests compare with where the oracle is not installed.
 golden: $(STAMP)
