@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import CheckpointError
-from .database import TREE, one_line, open_array
+from .database import TREE, one_line, open_array, pieces_of
 from .ledger import tree_path
 from .reader import ORBAX_MARKER
 from .staging import JOURNAL, unfinished_directory
@@ -17,6 +18,7 @@ from .staging import JOURNAL, unfinished_directory
 Part = list[int] | tuple[slice, ...] | None
 """Of an array: some rows, a slice of every dimension, or all of it."""
 
+PIECES_AT_ONCE = 4
 _MARKERS = (ORBAX_MARKER, "orbax.checkpoint")
 
 
@@ -102,8 +104,11 @@ def fill_array(directory: Path, path: str, out: np.ndarray, part: Part = None) -
 
     try:
         stored = open_array(directory, path).result()
-        chosen = stored if part is None else stored[part]
         target = tensorstore.array(out, copy=False, write=True)
+        if part is None:
+            _fill_in_pieces(target, stored)
+            return
+        chosen = stored[part]
         # A box keeps its place in the whole; here it begins at zero.
         target.write(chosen.translate_to[0] if isinstance(part, tuple) else chosen).result()
     except (OSError, ValueError) as error:
@@ -111,6 +116,17 @@ def fill_array(directory: Path, path: str, out: np.ndarray, part: Part = None) -
             f"{directory}: {path} cannot be read: {one_line(error)}; "
             f"`glm5-jax verify` names all that is damaged"
         ) from None
+
+
+def _fill_in_pieces(target: Any, stored: Any) -> None:
+    """Some pieces at a time: all at once, TensorStore holds most of the array a second time."""
+    writing: deque[Any] = deque()
+    for piece in pieces_of(stored):
+        if len(writing) == PIECES_AT_ONCE:
+            writing.popleft().result()
+        writing.append(target[piece.domain].write(piece))
+    for written in writing:
+        written.result()
 
 
 def _numbers_as_numbers(key: Any) -> tuple[int, str]:

@@ -120,6 +120,8 @@ def test_plain_orbax_restores_arrays_of_many_chunks(tmp_path, tiny, plain, monke
     assert array.chunk_layout.read_chunk.shape == (1, 40, 48)
     assert len(pieces_of(open_array(tmp_path / "out", "embed_tokens").result())) == 23
     assert restore_plainly(tmp_path / "out", tmp_path) == plain
+    (_, expected), (_, found) = load_leaves(tiny()), load_leaves(tmp_path / "out")
+    assert all(found[path].tobytes() == expected[path].tobytes() for path in expected)
 
 
 @pytest.mark.parametrize(
