@@ -1,4 +1,8 @@
-"""What the committed notebooks hold. `pytest --nbmake notebooks` runs them."""
+"""What the committed notebooks hold. `pytest --nbmake notebooks` runs them; this writes them anew:
+
+jupyter nbconvert --to notebook --execute --inplace \\
+    --ExecutePreprocessor.record_timing=False notebooks/*.ipynb
+"""
 
 import ast
 import importlib
