@@ -194,7 +194,8 @@ def best_pools(
         return scores, visible_pools(seen - start * pool, keys.shape[1], pool)
 
     if width == NP:
-        return select_pools(*score_window(keys, 0), count)
+        scores, visible = score_window(keys, 0)
+        return select_pools(scores, visible, count)
 
     def merge_window(window, best):
         # The last window begins earlier where it would go past the end: the pools that it has in
