@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from glm5_jax.cache import Cache, empty_cache
@@ -38,6 +39,7 @@ from glm5_jax.nn.types import (
     Tokens,
     wide,
 )
+from glm5_jax.sharding import ShardingRules, find_rules, read_sharded
 from glm5_jax.skeleton import Skeleton, SkeletonLayer
 from glm5_jax.specs import leaves
 
@@ -46,7 +48,7 @@ class TextModel(nnx.Module):
     """The 45 layers and what stands before and behind them; built from the skeleton.
 
     `mtp` is the MTP head that drafts with them, None where it was not loaded. `implementation` is
-    what runs KDA's recurrence where a call does not say: a name, several of which the first that
+    what runs KDA and DSA where a call does not say: a name, several of which the first that
     can run does, or None for whatever suits the machine (see `pallas_kernels.kda.chunk_kda`).
     """
 
@@ -231,6 +233,8 @@ def load(
     dtype: str = "stored",
     mtp: bool = False,
     implementation: Implementation = None,
+    mesh: Mesh | None = None,
+    rules: ShardingRules | str | None = None,
 ) -> TextModel:
     """The text model of a checkpoint: an Orbax directory of `convert`, or safetensors directly.
 
@@ -240,17 +244,26 @@ def load(
     other decodes them once. `mtp` loads the MTP head too, as `.mtp`. `implementation` is the
     model's own, see `TextModel`.
 
+    `mesh`: spread the model over the devices of a mesh, cut by `rules`: `ShardingRules`, or the
+    name of a preset, `tp_ep` by default (see `sharding`). Each process reads the parts that its
+    devices hold and no more. Under `jax.jit` XLA puts the communication in.
+
     Raises:
         CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or
             the MTP head is asked for and not there. Bytes that changed and still read are found by
             `verify` alone.
-        ConfigError: its config.json describes no model of this family.
+        ConfigError: its config.json describes no model of this family; or the rules do not divide
+            it evenly over the mesh.
     """
-    from glm5_jax.checkpoint.restore import load_leaves
+    from glm5_jax.checkpoint.restore import open_leaves
 
-    config, arrays = load_leaves(path, dtype=dtype, mtp=mtp)
-    # Where they are: the arrays lie as JAX wants them, and nobody else has them.
-    model = TextModel.from_leaves(config, jax.device_put(arrays))
+    reader = open_leaves(path, dtype, mtp)
+    if mesh is None:
+        # Where they are: the arrays lie as JAX wants them, and nobody else has them.
+        arrays = jax.device_put(reader.read_all())
+    else:
+        arrays = read_sharded(reader, mesh, find_rules(rules))
+    model = TextModel.from_leaves(reader.config, arrays)
     model.implementation = implementation
     return model
 

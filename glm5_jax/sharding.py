@@ -7,6 +7,7 @@ has. JAX is imported where a mesh of devices is at hand; rules and sizes do with
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +18,12 @@ from .errors import ConfigError
 from .specs import Leaf, leaves
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
     from jax.sharding import Mesh, NamedSharding
+
+    from .checkpoint.reader import Box
+    from .checkpoint.restore import LeafReader
 
 Axes = tuple[str, ...]
 MeshShape = Mapping[str, int]  # size by axis name
@@ -160,3 +166,38 @@ def named_sharding(pieces: Pieces, mesh: Mesh) -> NamedSharding:
     from jax.sharding import NamedSharding, PartitionSpec
 
     return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in pieces)))
+
+
+def read_sharded(reader: LeafReader, mesh: Mesh, rules: ShardingRules) -> dict[str, jax.Array]:
+    """Every array of a model by path, cut by the rules over the devices of a mesh.
+
+    Each process reads the parts of its own devices and no more; what several of them hold, once.
+    Raises ConfigError for rules that do not fit, before anything is read.
+    """
+    sizes = dict(mesh.shape)
+    check_rules(rules, reader.config, sizes)
+    shardings = {
+        (path, name): named_sharding(array_pieces(rules, leaf, array.shape, sizes), mesh)
+        for path, leaf in reader.leaves.items()
+        for name, array in reader.arrays(path).items()
+    }
+    return {
+        name: _read_array(reader, path, name, sharding)
+        for (path, name), sharding in shardings.items()
+    }
+
+
+def _read_array(reader: LeafReader, path: str, name: str, sharding: NamedSharding) -> jax.Array:
+    import jax
+
+    shape = reader.arrays(path)[name].shape
+
+    @functools.cache
+    def read(box: Box) -> np.ndarray:
+        return reader.read_box(path, name, box)
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return read(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)))
+
+    return jax.make_array_from_callback(shape, sharding, part)

@@ -41,10 +41,7 @@ def load_leaves(
     ...). Arguments and errors are those of `open_leaves` and `LeafReader.read`.
     """
     reader = open_leaves(path, dtype, mtp)
-    found: dict[str, np.ndarray] = {}
-    for name in reader.leaves:
-        found |= reader.read(name)
-    return reader.config, found
+    return reader.config, reader.read_all()
 
 
 def open_leaves(
@@ -120,6 +117,10 @@ class LeafReader(ABC):
                     piece[...] = raw.astype(dtype)
             found[name] = out
         return found
+
+    def read_all(self) -> dict[str, np.ndarray]:
+        """What `read` gives of every leaf, layers in numeric order."""
+        return {name: array for path in self.leaves for name, array in self.read(path).items()}
 
     def read_box(self, path: str, name: str, box: Box) -> np.ndarray:
         """A part, (first, end) of every dimension, of the array `name` that `read` gives of a leaf.

@@ -21,7 +21,7 @@ from glm5_jax.sharding import (
 )
 from glm5_jax.specs import leaves
 
-RELEASE = load_config(Path(__file__).parents[1] / "configs" / "glm5_3_flash.json")
+RELEASE = load_config(Path(__file__).parents[2] / "configs" / "glm5_3_flash.json")
 LEAVES = leaves(RELEASE)
 BYTES = {"BF16": 2, "F32": 4}
 MESHES = {

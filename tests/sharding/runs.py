@@ -1,0 +1,75 @@
+"""A model on eight devices beside the same model on one; run by test_runs.py, prints JSON.
+
+A process of its own: how many devices a CPU stands for is settled when JAX begins.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import glm5_jax as glm
+
+PRESETS = {
+    "tp": {"tensor": 4, "data": 2},
+    "ep": {"expert": 8},
+    "tp_ep": {"tensor": 4, "expert": 2},
+    "fsdp": {"data": 8},
+}
+LENGTH = 21
+
+
+def whole(model, tokens):
+    """The logits of one pass, and the choices in it."""
+    sites = {}
+    logits = model(tokens, record=sites.__setitem__)
+    return logits, {k: v for k, v in sites.items() if k.endswith(("selection", "router.experts"))}
+
+
+def cached(model, tokens):
+    """The same logits from a prefill and a decode of the last token."""
+    cache = model.init_cache(len(tokens), LENGTH)
+    first, cache = model.prefill(tokens[:, :-1], cache)
+    last, cache = model.decode(tokens[:, -1], cache)
+    return jnp.concatenate([first, last[:, None]], axis=1)
+
+
+def meshes(presets):
+    """A mesh for each of the presets."""
+    for preset in presets:
+        shape = PRESETS[preset]
+        auto = (jax.sharding.AxisType.Auto,) * len(shape)
+        yield preset, jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=auto)
+
+
+def main(path: Path) -> dict:
+    """By preset, how far the logits are from those of one device, and what a device holds."""
+    tokens = np.random.default_rng().integers(0, 224, (8, LENGTH))
+    logits, choices = jax.jit(whole)(glm.load(path, dtype="float64"), tokens)
+    found = {}
+    for preset, mesh in meshes(PRESETS):
+        model = glm.load(path, dtype="float64", mesh=mesh, rules=preset)
+        got, chosen = jax.jit(whole)(model, tokens)
+        found[preset] = {
+            "errors": [float(jnp.abs(got - logits).max())],
+            "choices": all((chosen[k] == v).all().item() for k, v in choices.items()),
+            "parts": {
+                name: leaf.sharding.shard_shape(leaf.shape)
+                for name, leaf in (
+                    ("experts", model.layers[1].ffn.experts.gate_proj[...]),
+                    ("heads", model.layers[1].attn.o_proj[...]),
+                    ("vocab", model.lm_head[...]),
+                )
+            },
+        }
+        if preset == "tp_ep":
+            again = jax.jit(cached)(model, tokens)
+            found[preset]["errors"].append(float(jnp.abs(again - logits).max()))
+    return {"scale": float(jnp.abs(logits).max()), "presets": found}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

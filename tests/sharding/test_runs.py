@@ -1,0 +1,45 @@
+"""Cut over eight devices in every way, the model computes what it computes on one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
+
+PARTS = {
+    "tp": {"experts": [16, 10, 48], "heads": [48, 28], "vocab": [56, 48]},
+    "ep": {"experts": [2, 40, 48], "heads": [48, 112], "vocab": [224, 48]},
+    "tp_ep": {"experts": [8, 10, 48], "heads": [48, 28], "vocab": [56, 48]},
+    "fsdp": {"experts": [16, 40, 6], "heads": [6, 112], "vocab": [224, 6]},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    config = json.loads(packaged_config("tiny").read_text())
+    text = config["text_config"]
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 3}
+    text["linear_attn_config"] |= {"num_heads": 8, "kda_layers": [0, 1], "full_attn_layers": [2]}
+    text["layer_types"] = [*text["layer_types"][:2], "deepseek_sparse_attention"]
+    for key in ("mlp_layer_types", "indexer_types"):
+        text[key] = text[key][:3]
+    path = make_tiny(tmp_path_factory.mktemp("model") / "m", config, dtype="float32")
+    script = Path(__file__).with_name("runs.py")
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_X64": "1"}
+    done = subprocess.run(
+        [sys.executable, script, path], env=os.environ | settings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("preset", PARTS)
+def test_logits_and_choices_are_those_of_one_device(runs, preset):
+    found = runs["presets"][preset]
+    assert found["parts"] == PARTS[preset]
+    assert found["choices"]
+    assert max(found["errors"]) <= 1e-12 * runs["scale"]
