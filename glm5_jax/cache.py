@@ -43,12 +43,12 @@ class KDAState:
 
     A recurrent state cannot be un-multiplied, so what can be taken back is not in it yet:
     `recurrent`, float32 in every model dtype, lags behind by the tokens in `replay`. `conv` are the
-    last columns before the convolution and before its activation, oldest first: the K−1 that the
-    next token needs, and one for each token of `replay`.
+    last columns of q, k and v before the convolution and before its activation, oldest first: the
+    K−1 that the next token needs, and one for each token of `replay`.
     """
 
     recurrent: Float[Array, "B H K V"]
-    conv: Float[Array, "B C 3HD"]
+    conv: Float[Array, "B C 3 HD"]
     replay: Replay
 
     def rewind(self, distance: Int[Array, " B"]) -> "KDAState":
@@ -194,7 +194,7 @@ def _empty_kda(config: ModelConfig, batch: int, rewind: int, dtype: DTypeLike) -
     columns = config.linear_conv_kernel_dim - 1 + rewind
     return KDAState(
         recurrent=jnp.zeros((batch, H, D, D), wide(dtype)),
-        conv=jnp.zeros((batch, columns, 3 * H * D), dtype),
+        conv=jnp.zeros((batch, columns, 3, H * D), dtype),
         replay=Replay(
             k=jnp.zeros((batch, rewind, H, D), dtype),
             v=jnp.zeros((batch, rewind, H, D), dtype),

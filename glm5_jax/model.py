@@ -22,12 +22,14 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.inputs import checked_inputs
 from glm5_jax.layer import DecoderLayer
 from glm5_jax.mtp import MTPHead
+from glm5_jax.nn.ffn import Experts
 from glm5_jax.nn.linear import full_precision
 from glm5_jax.nn.mhc import mean_streams
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, roll_tokens
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record, note, scoped
+from glm5_jax.nn.spread import Spread
 from glm5_jax.nn.types import (
     Activations,
     GivenMask,
@@ -246,7 +248,9 @@ def load(
 
     `mesh`: spread the model over the devices of a mesh, cut by `rules`: `ShardingRules`, or the
     name of a preset, `tp_ep` by default (see `sharding`). Each process reads the parts that its
-    devices hold and no more. Under `jax.jit` XLA puts the communication in.
+    devices hold and no more. Under `jax.jit` devices sum activations: with the rules `tp` and
+    `tp_ep` behind the embedding, every mixer, MLP, shared expert and layer of experts, with `ep`
+    behind the experts alone. `fsdp` is left to XLA, which gathers weights where it uses them.
 
     Raises:
         CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or
@@ -264,6 +268,10 @@ def load(
     else:
         arrays = read_sharded(reader, mesh, find_rules(rules))
     model = TextModel.from_leaves(reader.config, arrays)
+    if mesh is not None:
+        for _, module in nnx.iter_graph(model):
+            if isinstance(module, Experts):
+                module.spread = Spread.of(module, mesh, find_rules(rules))
     model.implementation = implementation
     return model
 

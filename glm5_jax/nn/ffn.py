@@ -12,6 +12,7 @@ from glm5_jax.nn.experts import apply_experts
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record, note, scoped
+from glm5_jax.nn.spread import Spread
 from glm5_jax.nn.sums import sum_unrolled
 from glm5_jax.nn.types import Activations, wide
 
@@ -128,6 +129,7 @@ class Experts(nnx.Module):
     """Stacked expert weights: gate and up `[E, I, X]`, down `[E, X, I]`.
 
     The stacks may hold fewer than the model's experts; then `outputs` are those of the ones held.
+    `spread` says how they lie on several devices, None on one.
     """
 
     def __init__(self, config: ModelConfig, params: Params):
@@ -136,6 +138,7 @@ class Experts(nnx.Module):
         self.gate_proj = params("gate_proj")
         self.up_proj = params("up_proj")
         self.down_proj = params("down_proj")
+        self.spread: Spread | None = None
 
     def __call__(self, x: Activations, routing: Routing) -> Activations:
         """The weighted sum of each token's experts; only chosen experts are computed."""
@@ -146,6 +149,12 @@ class Experts(nnx.Module):
 
         `chosen` are indices into the stacks; zeros for those past the end.
         """
+        if self.spread is not None:
+            return self.spread.outputs(self, x, chosen)
+        return self.own_outputs(x, chosen)
+
+    def own_outputs(self, x: Activations, chosen: Int[Array, "B T k"]) -> Float[Array, "B T k X"]:
+        """`outputs` of the arrays at hand: on several devices, of the parts that one has."""
 
         def expert(index: Int[Array, ""], rows: Float[Array, "n X"]) -> Float[Array, "n X"]:
             # The slices are copies anyway: side by side they make one product of twice the size.

@@ -34,7 +34,7 @@ def oracle_cache(oracle: Oracle, cache: Cache) -> Any:
     for i, state in enumerate(cache.layers):
         if isinstance(state, KDAState):
             # It keeps as many columns as the convolution has taps, and reads all but the oldest.
-            conv = torch.nn.functional.pad(tensor(state.conv).transpose(1, 2), (1, 0))
+            conv = torch.nn.functional.pad(tensor(state.conv).flatten(2).transpose(1, 2), (1, 0))
             filled.update_conv_state(conv, i, conv_kernel_size=conv.shape[-1])
             filled.update_recurrent_state(tensor(state.recurrent), i)
             continue

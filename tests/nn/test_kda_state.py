@@ -57,8 +57,8 @@ def test_columns_are_those_before_convolution_and_activation_oldest_first(
     small, attn, hidden, depth
 ):
     p = small.below("layers.0.attn")
-    columns = np.concatenate([hidden @ p[f"{n}_proj"].T for n in "qkv"], axis=-1)
-    padded = np.concatenate([np.zeros((3, K - 1 + depth, 3 * HD)), columns], axis=1)
+    columns = np.stack([hidden @ p[f"{n}_proj"].T for n in "qkv"], axis=2)
+    padded = np.concatenate([np.zeros((3, K - 1 + depth, 3, HD)), columns], axis=1)
     _, state = run(attn, hidden[:, :2], empty(small, 3, depth))
     np.testing.assert_allclose(state.conv, padded[:, 2 : K + 1 + depth], atol=1e-13)
     _, state = run(attn, hidden[:, 2:7], state, 2)

@@ -4,7 +4,9 @@ A process of its own: how many devices a CPU stands for is settled when JAX begi
 """
 
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -14,7 +16,7 @@ import numpy as np
 import glm5_jax as glm
 
 PRESETS = {
-    "tp": {"tensor": 4, "data": 2},
+    "tp": {"tensor": 8},
     "ep": {"expert": 8},
     "tp_ep": {"tensor": 4, "expert": 2},
     "fsdp": {"data": 8},
@@ -35,6 +37,17 @@ def cached(model, tokens):
     first, cache = model.prefill(tokens[:, :-1], cache)
     last, cache = model.decode(tokens[:, -1], cache)
     return jnp.concatenate([first, last[:, None]], axis=1)
+
+
+def collectives(model, tokens):
+    """What devices tell each other in one step of decoding: [kind, shape, how often]."""
+    cache = jax.jit(lambda model: model.init_cache(len(tokens), LENGTH))(model)
+    step = jax.jit(glm.TextModel.decode).lower(model, tokens[:, 0], cache).compile()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    # What XLA sends in one message has the shape of all of it: `(f64[8,1,48], f64[8,1,3,48])`.
+    lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", step.as_text())
+    found = Counter((k, shape) for s, k in lines for shape in re.findall(r"\w+\[[\d,]*\]", s))
+    return [[kind, shape, n] for (kind, shape), n in found.items()]
 
 
 def meshes(presets):
@@ -65,6 +78,8 @@ def main(path: Path) -> dict:
                 )
             },
         }
+        if preset != "fsdp":
+            found[preset]["collectives"] = collectives(model, tokens)
         if preset == "tp_ep":
             again = jax.jit(cached)(model, tokens)
             found[preset]["errors"].append(float(jnp.abs(again - logits).max()))

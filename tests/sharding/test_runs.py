@@ -11,7 +11,7 @@ import pytest
 from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 
 PARTS = {
-    "tp": {"experts": [16, 10, 48], "heads": [48, 28], "vocab": [56, 48]},
+    "tp": {"experts": [16, 5, 48], "heads": [48, 14], "vocab": [28, 48]},
     "ep": {"experts": [2, 40, 48], "heads": [48, 112], "vocab": [224, 48]},
     "tp_ep": {"experts": [8, 10, 48], "heads": [48, 28], "vocab": [56, 48]},
     "fsdp": {"experts": [16, 40, 6], "heads": [6, 112], "vocab": [224, 6]},
@@ -43,3 +43,18 @@ def test_logits_and_choices_are_those_of_one_device(runs, preset):
     assert found["parts"] == PARTS[preset]
     assert found["choices"]
     assert max(found["errors"]) <= 1e-12 * runs["scale"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "sums"),
+    [
+        # The embedding, three mixers, a dense MLP, two shared experts; and two layers of experts.
+        ("tp", {"f64[8,1,48]": 7, "f64[8,1,3,48]": 2}),
+        ("tp_ep", {"f64[8,1,48]": 7, "f64[8,1,3,48]": 2}),
+        ("ep", {"f64[8,1,3,48]": 2}),
+    ],
+)
+def test_a_step_of_decoding_sums_activations_and_moves_nothing_else(runs, preset, sums):
+    found = runs["presets"][preset]["collectives"]
+    assert {kind for kind, _, _ in found} == {"all-reduce"}
+    assert {shape: n for _, shape, n in found} == sums
