@@ -160,11 +160,12 @@ def forward(
 ) -> None:
     """Run the model: the likeliest next tokens at each position, or all logits."""
     from glm5_jax.config import load_config
-    from glm5_jax.token_batch import read_tokens, top_tokens, write_logits
+    from glm5_jax.token_batch import is_npz, read_tokens, top_tokens, write_logits
+    from glm5_jax.whole_file import check_place
 
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
-    if out is not None and not out.absolute().parent.is_dir():
-        raise CheckpointError(f"--out {out}: there is no directory {out.absolute().parent}")
+    if out is not None:
+        check_place(out, is_npz)
     with runnable(directory, dtype, stream, expert_group) as run:
         logits = np.asarray(run(batch, mask))
     if out is None:

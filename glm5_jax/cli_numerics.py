@@ -35,13 +35,13 @@ def trace(
 ) -> None:
     """Run the model and write what it computes on the way, site by site, into one file."""
     from glm5_jax.config import load_config
-    from glm5_jax.numerics.trace import Reduce
+    from glm5_jax.numerics.trace import Reduce, is_trace
     from glm5_jax.numerics.tracing import trace
     from glm5_jax.token_batch import read_tokens
+    from glm5_jax.whole_file import check_place
 
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
-    if not out.absolute().parent.is_dir():
-        raise TraceError(f"--out {out}: there is no directory {out.absolute().parent}")
+    check_place(out, is_trace)
     with runnable(directory, dtype, stream, expert_group) as model:
         try:
             found = trace(model, batch, mask, keep or "*", cast(Reduce, reduce), implementation)

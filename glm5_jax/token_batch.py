@@ -1,12 +1,12 @@
 """Token ids in, token ids out: batches from a command line or a file, and what a person reads."""
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from glm5_jax.errors import CheckpointError
+from glm5_jax.whole_file import whole_file
 
 
 def read_tokens(
@@ -80,14 +80,14 @@ def top_tokens(
 
 def write_logits(path: Path, logits: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> Path:
     """Write `logits`, `tokens` and `mask` to an .npz, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as f:
-            np.savez(f, logits=np.asarray(logits), tokens=tokens, mask=mask)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with whole_file(path, is_npz) as stream:
+        np.savez(stream, logits=np.asarray(logits), tokens=tokens, mask=mask)
     return path
+
+
+def is_npz(head: bytes) -> bool:
+    """Whether a file that begins so is an .npz, which is a ZIP archive."""
+    return head.startswith(b"PK")
 
 
 def _check_tokens(rows: Sequence[Sequence[int]], source: str, vocab_size: int) -> None:

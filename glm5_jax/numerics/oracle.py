@@ -31,6 +31,7 @@ import ml_dtypes
 import numpy as np
 
 from ..config import parse_config
+from ..errors import CheckpointError, TraceError
 from ..skeleton import Skeleton
 from .sites import Keep, chosen_sites
 from .trace import Reduce, Trace, make_trace, versions
@@ -136,6 +137,8 @@ def oracle_model(path: str | Path, dtype: str = "float32") -> Oracle:
     """
     import torch
 
+    if not Path(path, "config.json").is_file():
+        raise CheckpointError(f"{path}: no config.json; expected a checkpoint directory")
     module = oracle_module(dtype)
     with quiet():
         model, info = module.Glm5NextForConditionalGeneration.from_pretrained(
@@ -198,6 +201,9 @@ def trace_transformers(
 
     from glm5_jax.numerics.oracle_sites import recording
 
+    tokens, vocab = np.asarray(tokens), model.config.text_config.vocab_size
+    if tokens.ndim != 2 or not np.all((tokens >= 0) & (tokens < vocab)):
+        raise TraceError(f"tokens: expected ids [B, T] below {vocab}, got shape {tokens.shape}")
     text = model.model.language_model
     parameter = text.norm.weight
     config = model.config.to_json_string()
@@ -237,6 +243,9 @@ def oracle_layer(
 
     from glm5_jax.numerics.oracle_sites import recording
 
+    tokens, vocab = np.asarray(tokens), model.config.text_config.vocab_size
+    if tokens.ndim != 2 or not np.all((tokens >= 0) & (tokens < vocab)):
+        raise TraceError(f"tokens: expected ids [B, T] below {vocab}, got shape {tokens.shape}")
     text = model.model.language_model
     parameter = text.layers[layer].input_layernorm.weight
     x = torch.tensor(np.asarray(streams)).to(parameter.dtype)

@@ -17,6 +17,8 @@ import torch
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
+from ..errors import TraceError
+
 Sites = dict[str, torch.Tensor]
 Wanted = Callable[[str], bool]
 
@@ -240,6 +242,11 @@ class _Hooks:
 
     def router(self, at: str, calls: list, out: tuple[torch.Tensor, ...]) -> None:
         """The router's choice, best expert first, and what it chose by."""
+        if len(calls) != 3:
+            raise TraceError(
+                f"{at}: expected a router that calls topk 3 times, as transformers' own does, and "
+                f"it did so {len(calls)} times"
+            )
         # The first topk is the sum of a group's best two: no choice hangs on its order.
         _best_two, ((groups, *_), _, best_groups), ((scores, *_), _, best) = calls
         logits, weights, experts = out

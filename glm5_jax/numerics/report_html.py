@@ -9,10 +9,10 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
+from ..whole_file import write_whole
 from . import report_svg as svg
 from .compare_table import WRONG, Comparison, Row
 from .report import SHOWN_FLIPS, detail, number, reason, sentence
-from .whole_file import write_whole
 
 _COLUMNS = ("site", "relative L2", "expected", "× explained", "max abs", "cosine", "worst at")
 _GLOSSARY = {
@@ -30,7 +30,7 @@ _GLOSSARY = {
 
 def write_html(table: Comparison, path: str | os.PathLike[str]) -> Path:
     """Write the page, whole or not at all. Raises OSError where it cannot be written."""
-    return write_whole(path, to_html(table).encode())
+    return write_whole(path, to_html(table).encode(), b"<!doctype html>")
 
 
 def to_html(table: Comparison) -> str:

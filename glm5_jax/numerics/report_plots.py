@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import TraceError
+from ..whole_file import write_whole
 from .compare_logits import LogitComparison
 from .compare_table import Comparison
 from .report import sentence
 from .report_svg import FLOOR, tails
-from .whole_file import write_whole
 
 # From no error to all of it: the colours of the HTML page.
 RAMP = (
@@ -45,7 +45,7 @@ def write_plots(table: Comparison, directory: str | os.PathLike[str]) -> list[Pa
     for name, figure in figures.items():
         png = io.BytesIO()
         figure.savefig(png, format="png", dpi=150)
-        written.append(write_whole(directory / name, png.getvalue()))
+        written.append(write_whole(directory / name, png.getvalue(), b"\x89PNG"))
     return written
 
 

@@ -25,6 +25,7 @@ from ..checkpoint.header import DTYPES, read_header, read_metadata
 from ..config import ModelConfig, parse_config
 from ..errors import CheckpointError, ConfigError, TraceError
 from ..skeleton import Skeleton
+from ..whole_file import whole_file
 from .sites import Site, real_positions, site_dims, sites_of
 
 FORMAT = "glm5-trace-1"
@@ -162,7 +163,7 @@ class Trace(Mapping[str, np.ndarray]):
         return Trace(arrays, self.tokens, self.mask, complete_meta(self.meta, "stats"))
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write one safetensors file, whole or not at all."""
+        """Write one safetensors file, whole or not at all; another trace there is replaced."""
         path = Path(path)
         tensors = {"tokens": self.tokens, "mask": self.mask, **self._arrays}
         header: dict[str, Any] = {"__metadata__": self.meta}
@@ -174,19 +175,13 @@ class Trace(Mapping[str, np.ndarray]):
             header[name] = {"dtype": word, "shape": list(array.shape), "data_offsets": offsets}
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)
-        partial = path.with_name(f".{path.name}.partial")
         try:
-            with partial.open("wb") as stream:
+            with whole_file(path, is_trace) as stream:
                 stream.write(len(raw).to_bytes(8, "little") + raw)
                 for array in tensors.values():
                     stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(partial, path)
         except OSError as error:
             raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
-        finally:
-            partial.unlink(missing_ok=True)
         return path
 
     @classmethod
@@ -302,6 +297,11 @@ def versions(*packages: str) -> str:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return json.dumps(found)
+
+
+def is_trace(head: bytes) -> bool:
+    """Whether a file that begins so is a trace."""
+    return f'"{FORMAT}"'.encode() in head
 
 
 def config_sha256(config: str) -> str:

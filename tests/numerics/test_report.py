@@ -18,7 +18,7 @@ from glm5_jax.errors import TraceError
 from glm5_jax.numerics.compare import compare
 from glm5_jax.numerics.report import number, to_dict
 from glm5_jax.numerics.report_svg import shade
-from glm5_jax.numerics.whole_file import write_whole
+from glm5_jax.whole_file import write_whole
 
 LAYERS = 6
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -161,11 +161,11 @@ def test_files_appear_whole_or_not_at_all(bad, tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="No space left"):
-        write_whole(page, b"other")
+        write_whole(page, b"<!doctype html>other", b"<!doctype html>")
     assert page.read_text(encoding="utf-8") == bad.to_html()
     assert list(tmp_path.iterdir()) == [page]
     with pytest.raises(OSError) as error:
-        write_whole(tmp_path / "missing" / "x.html", b"")
+        write_whole(tmp_path / "missing" / "x.html", b"", b"")
     assert error.value.filename == str(tmp_path / "missing" / "x.html")
 
 
