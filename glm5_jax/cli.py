@@ -8,7 +8,7 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import typer
@@ -30,6 +30,9 @@ from glm5_jax.cli_options import (
 )
 from glm5_jax.errors import CheckpointError, ConfigError, TraceError
 from glm5_jax.specs import Naming
+
+# What click raises for a wrong command line; newer typers have a copy of click of their own.
+_UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="glm5-jax",
@@ -395,7 +398,17 @@ def _json(value: object) -> str:
 def main() -> None:
     """Entry point: bad input is one line on stderr and exit status 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _UsageError as error:
+        if len(sys.argv) == 1:
+            error.show()  # the help
+        else:
+            command = error.ctx.command_path if error.ctx else "glm5-jax"
+            problem = error.format_message().rstrip(".")
+            print(f"error: {problem}; see {command} --help", file=sys.stderr)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
     except (ConfigError, CheckpointError, TraceError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -201,20 +201,20 @@ def trace_transformers(
 
     from glm5_jax.numerics.oracle_sites import recording
 
-    tokens, vocab = np.asarray(tokens), model.config.text_config.vocab_size
-    if tokens.ndim != 2 or not np.all((tokens >= 0) & (tokens < vocab)):
-        raise TraceError(f"tokens: expected ids [B, T] below {vocab}, got shape {tokens.shape}")
+    ids, vocab = np.asarray(tokens), model.config.text_config.vocab_size
+    if ids.ndim != 2 or not np.all((ids >= 0) & (ids < vocab)):
+        raise TraceError(f"tokens: expected [B, T] ids below {vocab}, got those of {ids.shape}")
     text = model.model.language_model
     parameter = text.norm.weight
     config = model.config.to_json_string()
     names = chosen_sites(Skeleton.from_config(parse_config(json.loads(config))), keep)
     with recording(text, wanted=names.__contains__) as sites:
-        logits = _forward(model, tokens, mask).logits
+        logits = _forward(model, ids, mask).logits
     if "final.head" in names:
         sites["final.head"] = logits
     return make_trace(
         {name: _stored(value) for name, value in sites.items()},
-        np.asarray(tokens),
+        ids,
         mask,
         {
             "engine": "transformers",
@@ -243,9 +243,9 @@ def oracle_layer(
 
     from glm5_jax.numerics.oracle_sites import recording
 
-    tokens, vocab = np.asarray(tokens), model.config.text_config.vocab_size
-    if tokens.ndim != 2 or not np.all((tokens >= 0) & (tokens < vocab)):
-        raise TraceError(f"tokens: expected ids [B, T] below {vocab}, got shape {tokens.shape}")
+    ids, vocab = np.asarray(tokens), model.config.text_config.vocab_size
+    if ids.ndim != 2 or not np.all((ids >= 0) & (ids < vocab)):
+        raise TraceError(f"tokens: expected [B, T] ids below {vocab}, got those of {ids.shape}")
     text = model.model.language_model
     parameter = text.layers[layer].input_layernorm.weight
     x = torch.tensor(np.asarray(streams)).to(parameter.dtype)
