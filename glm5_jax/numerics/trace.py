@@ -30,6 +30,7 @@ from .sites import Site, real_positions, site_dims, sites_of
 
 FORMAT = "glm5-trace-1"
 META = ("format", "engine", "versions", "config", "config_sha256", "dtype", "reduce")
+DTYPE_WORDS = ("bfloat16", "float16", "float32", "float64")
 SAMPLE = 64
 Reduce = Literal["full", "stats"]
 
@@ -79,6 +80,7 @@ class Trace(Mapping[str, np.ndarray]):
         self.tokens, self.mask, self.meta = tokens, mask, dict(meta)
         self._arrays, self._source = dict(arrays), source
         self._check_frame()
+        self._check_batch()
         self.reduce = cast(Reduce, self.meta["reduce"])
         self.skeleton = Skeleton.from_config(self.config)
         self._all_sites = sites_of(self.skeleton)
@@ -212,7 +214,7 @@ class Trace(Mapping[str, np.ndarray]):
         raise TraceError(f"{self._source}: {problem}")
 
     def _check_frame(self) -> None:
-        """Refuse metadata, tokens and a mask that say nothing, or another thing than they must."""
+        """Refuse metadata that say nothing, or another thing than they must."""
         if self.meta.get("format") != FORMAT:
             found = self.meta.get("format")
             self._refuse(f"metadata format: expected {FORMAT!r}, got {found!r}; no trace")
@@ -221,6 +223,16 @@ class Trace(Mapping[str, np.ndarray]):
                 self._refuse(f"metadata: {key} is missing")
         if self.meta["reduce"] not in ("full", "stats"):
             self._refuse(f"metadata reduce: expected full or stats, got {self.meta['reduce']!r}")
+        if self.meta["dtype"] not in DTYPE_WORDS:
+            words = ", ".join(DTYPE_WORDS)
+            self._refuse(f"metadata dtype: expected one of {words}, got {self.meta['dtype']!r}")
+        with suppress(ValueError):
+            if isinstance(json.loads(self.meta["versions"]), dict):
+                return
+        self._refuse("metadata versions: expected a JSON object of versions by package")
+
+    def _check_batch(self) -> None:
+        """Refuse a config, tokens and a mask that are not as they must be."""
         if config_sha256(self.meta["config"]) != self.meta["config_sha256"]:
             self._refuse("metadata config_sha256: not the SHA-256 of metadata config")
         for name, array, dtype in (("tokens", self.tokens, "int32"), ("mask", self.mask, "bool")):

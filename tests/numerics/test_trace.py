@@ -159,6 +159,8 @@ REFUSED = {
     "metadata format": (stored(), {"format": "pt"}),
     "metadata: engine is missing": (stored(), {"engine": None}),
     "metadata reduce: expected full or stats, got 'mean'": (stored(), {"reduce": "mean"}),
+    "metadata dtype: expected one of bfloat16, .* got 'fp32'": (stored(), {"dtype": "fp32"}),
+    "metadata versions: expected a JSON object": (stored(), {"versions": "torch 2"}),
     "metadata config_sha256: not the SHA-256": (stored(), {"config_sha256": "0" * 64}),
     r"tokens: expected int32 \[B, T\], got int64": (stored(tokens=batch()[0].astype(int)), {}),
     r"mask: expected bool \[B, T\], got bool \[2, 12\]": (stored(mask=batch()[1][:, 1:]), {}),
