@@ -91,6 +91,7 @@ def compare(
         only_in_other=tuple(name for name in b.sites if name not in set(a.sites)),
         logits=logits,
         real=frame.real,
+        roundoff=max(a.roundoff, b.roundoff),
     )
 
 
@@ -237,7 +238,7 @@ class _Walk:
         unknown = sum(flip.explained is None for flip in flips)
         diverges = bool(wrong) or 2 * unknown > self.frame.real.sum()
         follows = self._follows(node)
-        note = f"{len(wrong)} of {len(flips)} flips have no reason in the scores" if wrong else ""
+        note = f"{len(wrong)} of {len(flips)} without a reason in the scores" if wrong else ""
         worst = next(iter(wrong or flips), None)
         self.rows.append(
             Row(

@@ -21,7 +21,8 @@ class SiteError:
     side is the truth. `positions` is the same for each token, NaN where there is nothing to
     compare; a token whose norm is below the median token's is measured against that. `weights` are
     the squared norms that they were measured against. Where a number is no number, or infinite on
-    one side only, `nonfinite` says so, `worst` is where, and the errors are infinite.
+    one side only, `nonfinite` says so, `worst` is where, the errors are infinite, and there is no
+    cosine: NaN.
     """
 
     max_abs: float
@@ -72,7 +73,9 @@ def array_error(a: np.ndarray, b: np.ndarray, valid: np.ndarray) -> SiteError:
     return SiteError(
         max_abs=float(top.max(initial=0)),
         relative_l2=_ratio(float(dd.sum()), float(max(aa.sum(), bb.sum()))),
-        cosine=_cosine(float(ab.sum()), float(aa.sum()), float(bb.sum())),
+        cosine=math.nan
+        if nonfinite
+        else _cosine(float(ab.sum()), float(aa.sum()), float(bb.sum())),
         worst=(*divmod(row, m), *map(int, inside)) if top.max(initial=0) else (),
         positions=positions.reshape(n, m),
         weights=weights.reshape(n, m),
@@ -102,7 +105,7 @@ def sample_error(
     return SiteError(
         max_abs=error.max_abs,
         relative_l2=relative,
-        cosine=error.cosine,
+        cosine=math.nan if nonfinite else error.cosine,
         worst=error.worst[2:],
         positions=np.array([[relative]]),
         weights=np.ones((1, 1)),

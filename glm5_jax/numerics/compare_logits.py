@@ -31,6 +31,11 @@ class LogitComparison:
         return float(self.kl[self.real].max(initial=0))
 
     @property
+    def median_kl(self) -> float:
+        """Over the real positions."""
+        return float(np.median(self.kl[self.real])) if self.real.any() else 0.0
+
+    @property
     def top1(self) -> float:
         """The share of real positions that agree on the likeliest token."""
         return float(self.agree[self.real].mean()) if self.real.any() else 1.0

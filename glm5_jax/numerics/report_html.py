@@ -9,12 +9,13 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 
+from ..errors import TraceError
 from ..whole_file import write_whole
 from . import report_svg as svg
 from .compare_table import WRONG, Comparison, Row
-from .report import SHOWN_FLIPS, detail, number, reason, sentence
+from .report import SHOWN_FLIPS, count, detail, hint, number, reason, sentence
 
-_COLUMNS = ("site", "relative L2", "expected", "× explained", "max abs", "cosine", "worst at")
+_COLUMNS = ("relative L2", "expected", "× explained", "max abs", "cosine", "worst at")
 _GLOSSARY = {
     "relative L2": "The norm of the difference by the larger of the two norms, over real tokens. "
     "Of a choice: the share of tokens that chose otherwise.",
@@ -29,8 +30,11 @@ _GLOSSARY = {
 
 
 def write_html(table: Comparison, path: str | os.PathLike[str]) -> Path:
-    """Write the page, whole or not at all. Raises OSError where it cannot be written."""
-    return write_whole(path, to_html(table).encode(), b"<!doctype html>")
+    """Write the page, whole or not at all. Raises TraceError where it cannot be written."""
+    try:
+        return write_whole(path, to_html(table).encode(), b"<!doctype html>")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def to_html(table: Comparison) -> str:
@@ -60,18 +64,20 @@ def _header(table: Comparison) -> str:
     cells = "".join(f"<div><b>{v}</b><span>{escape(k)}</span></div>" for k, v in facts.items())
     sides = ""
     for side in table.sides:
-        more = " · ".join(
-            escape(value if name != "config_sha256" else f"config {value[:8]}")
-            for name, value in side.items()
-            if name != "label" and value
-        )
+        shown = (side.get(name, "") for name in ("engine", "dtype", "implementation", "reduce"))
+        more = " · ".join(map(escape, filter(None, shown)))
         sides += (
             f"<div><code>{escape(side['label'])}</code><br><span class=soft>{more}</span></div>"
         )
+    same = ""
+    if all(side.get("config_sha256") for side in table.sides):
+        # Configs that differ are refused; files that differ may say the same one.
+        same = "<p class=soft>Both ran the same model.</p>"
+    more = f"\n<p class=hint>{escape(hint(table))}</p>" if table.moved else ""
     return (
         f'<header class="{"" if table.ok else "apart"}"><p class="eyebrow">{word}</p>\n'
-        f"<h1>{escape(sentence(table))}</h1>\n<p class=soft>{escape(detail(table))}</p>\n"
-        f'<div class="facts">{cells}</div>\n<div class="sides">{sides}</div></header>\n'
+        f"<h1>{escape(sentence(table))}</h1>\n<p class=soft>{escape(detail(table))}</p>{more}\n"
+        f'<div class="facts">{cells}</div>\n<div class="sides">{sides}</div>{same}</header>\n'
     )
 
 
@@ -79,11 +85,14 @@ def _heat_map(table: Comparison) -> str:
     picture = svg.heat_map(table)
     if not picture:
         return ""
+    small = svg.heat_map(table, room=svg.PHONE, least=0)
     return (
         "<section><h2>Error by layer and site</h2>\n"
         "<p class=soft>Each cell is a site of a layer, top to bottom as they are computed. "
-        "Point at one for its numbers.</p>\n"
-        f'<div class="wide" id="heat">{picture}</div>\n{svg.ramp()}</section>\n'
+        'All numbers are in the table below<span class="broad">; point at one for its own</span>.'
+        "</p>\n"
+        f'<div id="heat"><div class="wide broad">{picture}</div><div class="narrow">{small}</div>'
+        f"</div>\n{svg.ramp()}</section>\n"
     )
 
 
@@ -92,7 +101,8 @@ def _course(table: Comparison) -> str:
         "<section><h2>How the error grows</h2>\n"
         "<p class=soft>Every site in the order of the model: its relative error, and what its "
         "inputs and its dtype explain.</p>\n"
-        f'<div class="wide">{svg.course(table)}</div>\n'
+        f'<div class="wide broad">{svg.course(table)}</div>'
+        f'<div class="narrow">{svg.course(table, room=svg.PHONE)}</div>\n'
         '<div class="legend"><span><i style="background:var(--cool)"></i>measured</span>'
         '<span><i style="background:var(--explained)"></i>expected</span>'
         '<span><i style="background:var(--bad)"></i>diverges</span></div></section>\n'
@@ -117,10 +127,11 @@ def _logits(table: Comparison) -> str:
 
 def _sites(table: Comparison) -> str:
     groups = groupby(table.rows, key=lambda row: row.layer)
+    opened = "" if table.ok else "; the layer that parts first is open"
     blocks = [_block(tuple(rows), table.first_divergence) for _, rows in groups]
     return (
-        f"<section id=sites><h2>All sites</h2><p class=soft>{len(table.rows):,} sites; "
-        f"the layer that parts first is open.</p>\n{''.join(blocks)}</section>\n"
+        f"<section id=sites><h2>All sites</h2><p class=soft>{count(len(table.rows), 'site')}"
+        f"{opened}.</p>\n{''.join(blocks)}</section>\n"
     )
 
 
@@ -132,14 +143,14 @@ def _block(rows: tuple[Row, ...], first: Row | None) -> str:
     summary = (
         f"<b>{escape(where.capitalize())}</b>{_badge(verdict)}"
         f"<span class=soft>{number(worst.excess)} × explained at most, {escape(worst.name)}"
-        f"{f'; {flips:,} flips' if flips else ''}</span>"
+        f"{'; ' + count(flips, 'flip') if flips else ''}</span>"
     )
-    head = "".join(f"<th{'' if name == 'site' else ' class=n'}>{name}</th>" for name in _COLUMNS)
+    head = "".join(f"<th class=n>{name}</th>" for name in _COLUMNS)
     body = "".join(_site(row, row is first) for row in rows)
     is_open = " open" if any(row is first for row in rows) else ""
     return (
-        f"<details{is_open}><summary>{summary}</summary><div class=wide><table><thead><tr>{head}"
-        f"<th>verdict</th></tr></thead><tbody>{body}</tbody></table></div></details>\n"
+        f"<details{is_open}><summary>{summary}</summary><div class=wide><table><thead><tr>"
+        f"<th>site</th><th>verdict</th>{head}<th></th></tr></thead><tbody>{body}</tbody></table></div></details>\n"
     )
 
 
@@ -148,11 +159,11 @@ def _site(row: Row, is_first: bool) -> str:
     values = map(number, (row.relative_l2, row.expected, row.excess, row.max_abs))
     cells = "".join(f"<td class=n>{v}</td>" for v in (*values, cosine))
     worst = ", ".join(map(str, row.worst))
-    note = f" <span class=soft>{escape(row.note)}</span>" if row.note else ""
-    mark = " <span class=soft>← first divergence</span>" if is_first else ""
+    note = "; ".join(filter(None, ("the first divergence" if is_first else "", row.note)))
     return (
         f"<tr{' class=here id=first' if is_first else ''}><td><code>{escape(row.name)}</code></td>"
-        f"{cells}<td class=n>{worst}</td><td>{_badge(row.verdict)}{note}{mark}</td></tr>"
+        f"<td>{_badge(row.verdict)}</td>{cells}<td class=n>{worst}</td>"
+        f"<td class=soft>{escape(note)}</td></tr>"
     )
 
 
@@ -172,8 +183,9 @@ def _flips(table: Comparison) -> str:
     more = f" The first {SHOWN_FLIPS} are listed." if len(ordered) > SHOWN_FLIPS else ""
     wrong = sum(f.explained is False for f in ordered)
     return (
-        f"<section id=flips><h2>Choices that differ</h2><p class=soft>{len(ordered):,} times a "
-        f"token chose other experts or pools; {wrong:,} of them for no reason in the scores.{more}"
+        "<section id=flips><h2>Choices that differ</h2><p class=soft>"
+        f"{count(len(ordered), 'time')} a token chose other experts or pools; {wrong:,} of them "
+        f"for no reason in the scores.{more}"
         " A gap is by the largest score.</p>\n<div class=wide><table><thead><tr><th>site</th>"
         "<th class=n>row</th><th class=n>token</th><th>trace chose</th><th>other chose</th>"
         "<th class=n>gap</th><th class=n>explained gap</th><th></th></tr></thead>"

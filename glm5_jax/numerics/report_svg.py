@@ -14,6 +14,8 @@ from .report import number
 FLOOR = 1e-8
 STEPS = 10
 CELL, GAP, TOP = 20, 2, 26
+# What a card is wide inside, on a phone.
+PHONE = 320
 _ROUND = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
 
 
@@ -31,14 +33,18 @@ def tails(table: Comparison) -> list[str]:
     return sorted(found, key=place)
 
 
-def heat_map(table: Comparison) -> str:
-    """Layers from left to right, sites from top to bottom; empty where there is no layer."""
+def heat_map(table: Comparison, room: int = 790, least: int = CELL) -> str:
+    """Layers from left to right, sites from top to bottom; empty where there is no layer.
+
+    As wide as `room` unless a layer would be narrower than `least`.
+    """
     lines = {tail: i for i, tail in enumerate(tails(table))}
     layers = {layer.layer: i for i, layer in enumerate(table.layers)}
     if not layers:
         return ""
-    width = max(CELL, min(64, 620 // len(layers)))
     left = 8 + round(6.6 * max(map(len, lines)))
+    width = max(least, min(64, round((room - left - 4) / len(layers), 1)))
+    gap = min(GAP, width / 4)
     size = left + len(layers) * width + 4, TOP + len(lines) * CELL + 4
     out = [_open(*size, "Relative error of every site, by layer")]
     every = max(1, math.ceil(20 / width))
@@ -55,7 +61,7 @@ def heat_map(table: Comparison) -> str:
     for row in table.rows:
         if row.layer is not None:
             x, y = left + layers[row.layer] * width, TOP + lines[row.tail] * CELL
-            out.append(_cell(row, x, y, width - GAP, CELL - GAP, row is first))
+            out.append(_cell(row, x, y, width - gap, CELL - GAP, row is first))
     return "".join(out) + "</svg>"
 
 
@@ -76,12 +82,14 @@ def ramp() -> str:
     )
 
 
-def course(table: Comparison, height: int = 240) -> str:
-    """Measured and expected error of every site in the model's order, on a logarithmic scale."""
+def course(table: Comparison, room: int = 1064, height: int = 240) -> str:
+    """Measured and expected error of every site in the model's order, on a logarithmic scale.
+
+    At most as wide as `room`, however many sites there are.
+    """
     rows = [row for row in table.rows if not math.isnan(row.max_abs)]
-    step = max(0.8, min(11.0, 1000 / max(len(rows), 1)))
     left, right, bottom = 52, 12, 24
-    width = max(320, round(left + right + step * max(len(rows) - 1, 1)))
+    width = min(room, max(PHONE, left + right + 11 * len(rows)))
     step = (width - left - right) / max(len(rows) - 1, 1)
     errors = [e for row in rows for e in (row.relative_l2, row.expected) if 0 < e < math.inf]
     low = math.floor(math.log10(max(min(errors, default=1e-3), 1e-17)))
@@ -95,7 +103,7 @@ def course(table: Comparison, height: int = 240) -> str:
             out.append(
                 f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="8" y2="{height - bottom}"/>'
             )
-            if step * 28 > 26 or row.layer % 4 == 0:
+            if row.layer % max(1, math.ceil(60 / (step * 28))) == 0:
                 word = "layer " if row.layer == 0 else ""
                 out.append(f'<text x="{x + 3:.1f}" y="{height - 8}">{word}{row.layer}</text>')
         seen = row.layer

@@ -75,6 +75,7 @@ def test_a_trace_equals_itself(full):
     assert table.logits.max_kl == 0 and table.logits.top1 == 1
     assert (table.only_in_trace, table.only_in_other) == ((), ())
     assert "equal to the bit at all" in str(table)
+    assert "Both ran the same model." in table.to_html()
 
 
 @pytest.mark.parametrize(("reduce", "seeds"), [("full", range(20)), ("stats", range(100, 104))])
@@ -88,7 +89,7 @@ def test_rounding_is_no_divergence_on_any_model(tmp_path, reduce, seeds):
             for dtype in ("bfloat16", "float32")
         ]
         table = compare(*sides)
-        assert table.ok, f"seed {seed}: {table}"
+        assert table.ok and not table.moved, f"seed {seed}: {table}"
         assert all(flip.explained for flip in table.flips)
         assert max(row.relative_l2 for row in table.rows if not row.flips) > 1e-3
         flips += len(table.flips)
@@ -132,6 +133,7 @@ def test_nan_is_named(full):
     table = compare(full, changed(full, layers__0__attn__o=wrong))
     row = table.first_divergence
     assert (row.name, row.verdict, row.worst) == ("layers.0.attn.o", "not a number", (0, 5, 2, 3))
+    assert np.isnan(row.cosine)
     assert "a number against NaN at [0, 5, 2, 3]" in str(table)
     assert json.loads(table.to_json())["first_divergence"] == "layers.0.attn.o"
 

@@ -9,6 +9,7 @@ import sys
 from html import escape, unescape
 from html.parser import HTMLParser
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 from glm5_jax.cli import app
 from glm5_jax.errors import TraceError
 from glm5_jax.numerics.compare import compare
-from glm5_jax.numerics.report import number, to_dict
+from glm5_jax.numerics.compare_table import USUAL_KL
+from glm5_jax.numerics.report import count, number, to_dict
 from glm5_jax.numerics.report_svg import shade
 from glm5_jax.whole_file import write_whole
 
@@ -112,8 +114,58 @@ def test_text_says_it_in_the_first_line(good, bad, broken):
     assert "only in the trace: layers.5.in" in bad.to_text()
     assert broken.to_text().startswith("The numbers part at layers.1.attn.o: a number against NaN")
     for table in (good, bad, broken):
-        assert max(map(len, table.to_text().splitlines())) <= 110
         assert "\x1b" not in table.to_text() and "\x1b[" in table.to_text(color=True)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """The longest names and verdicts, more sites than are shown at once, and a flip."""
+    a = {name: x for name, x in sites().items() if name != NASTY}
+    a |= {name.replace("layers.", "layers.4"): x for name, x in a.items()}
+    b = {name: x.copy() for name, x in a.items()}
+    b["layers.45.attn.o"][0, 3, 2] = np.nan
+    b["layers.45.ffn.router.experts"][0, 7] += 1
+    return compare(a, b)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(40, 80), (80, 80), (300, 120)])
+def test_text_fits_the_terminal_and_cuts_nothing(deep, monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    text = deep.to_text()
+    assert max(map(len, text.splitlines())) <= width and "…" not in text
+    for name in (row.name for row in deep.rows if row.layer == 45):
+        assert re.search(rf"^ +{re.escape(name)} .*  ", text, re.M)
+    assert re.search(r"layers.45.ffn.router.experts +0,7 .* by the scores *$", text, re.M)
+    assert ("cosine" in text) == (width == 120)
+
+
+def test_one_is_no_plural():
+    one = {"embedding": np.ones((1, 9, 8))}
+    assert "at 1 site." in compare(one, one).to_text()
+    assert count(0, "site") == "0 sites" and count(1200, "flip") == "1,200 flips"
+
+
+def test_logits_that_most_tokens_moved_are_pointed_at_without_an_alarm():
+    """Each site is within what bfloat16 explains, and yet it is no rounding of one."""
+    a = {
+        "final.norm": np.ones((1, 9, 4)),
+        "final.head": 60 * np.random.default_rng(0).random((1, 9, 99)),
+    }
+    a = {name: x.astype(ml_dtypes.bfloat16).astype(np.float32) for name, x in a.items()}
+
+    def against(error):
+        noise = np.random.default_rng(1).normal(size=a["final.head"].shape)
+        b = a | {"final.head": (a["final.head"] + error * noise).astype(np.float32)}
+        return compare({name: x.astype(ml_dtypes.bfloat16) for name, x in a.items()}, b)
+
+    usual, far = against(0.02), against(0.4)
+    assert usual.ok and not usual.moved and to_dict(usual)["hint"] is None
+    assert "class=hint" not in usual.to_html() and "Yet" not in usual.to_text()
+    assert far.ok and far.moved
+    assert "more than is usual for bfloat16" in to_dict(far)["hint"]
+    for way in ("--model DIR", "explain DIR A B --site final.head", "float32"):
+        assert way in Page(far.to_html()).text and way in " ".join(far.to_text().split())
+    assert far.usual_kl == USUAL_KL
 
 
 def test_json_has_all_and_is_strict(good, bad, broken):
@@ -155,6 +207,10 @@ def test_files_appear_whole_or_not_at_all(bad, tmp_path, monkeypatch):
     page = tmp_path / "report.html"
     assert bad.write_html(page) == page
     assert page.read_text(encoding="utf-8") == bad.to_html()
+    with pytest.raises(
+        TraceError, match=r"x\.html: cannot be written: there is no directory .*missing$"
+    ):
+        bad.write_html(tmp_path / "missing" / "x.html")
 
     def fail(*_):
         raise OSError(28, "No space left on device")
