@@ -90,11 +90,12 @@ def explain(
 ) -> None:
     """Name the known mistake that makes OTHER part from TRACE, a trace of DIR; exit 1 if they part.
 
+    With --site, exit 1 if what comes up to there is wrong somewhere in OTHER.
+
     A command of its own, and no option of compare: that wants two files and no weights.
     """
     from glm5_jax.numerics.explain import explain
-    from glm5_jax.streaming import stream_layers
 
-    found = explain(stream_layers(directory), trace, other, site)
+    found = explain(directory, trace, other, site)
     print(found.to_json() if json else found.to_text(color=sys.stdout.isatty()))
     raise typer.Exit(0 if found.ok else 1)

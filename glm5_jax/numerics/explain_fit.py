@@ -20,9 +20,10 @@ Sites = Mapping[str, Any]
 class Fit:
     """The `numbers` of a trace, and how far from them rounding alone leads.
 
-    names: the sites that are compared, where there are numbers. exact, rounded: what our model
-    makes of the trace's own inputs, in float64 and in a dtype like the trace's; `share` is the part
-    of their difference that the trace's dtype would make.
+    names: the sites that are compared; those without numbers are left out, and those where our own
+    two runs are infinitely apart, as they are from inputs that are NaN. exact, rounded: what our
+    model makes of the trace's own inputs, in float64 and in a dtype like the trace's; `share` is
+    the part of their difference that the trace's dtype would make.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class Fit:
         share: float,
     ):
         self.trace, self.numbers = trace, numbers
-        self.names = tuple(name for name in names if name in numbers)
         self.allowed = {}
-        for name in self.names:
+        for name in (name for name in names if name in numbers):
             noise = self._error(name, exact, rounded)
             if scores := trace.site(name).scores:
                 noise += self._error(scores, exact, rounded)
-            self.allowed[name] = ROUNDINGS * share * noise + PLACES * eps
+            if np.isfinite(noise):
+                self.allowed[name] = ROUNDINGS * share * noise + PLACES * eps
+        self.names = tuple(self.allowed)
 
     def misfits(self, sites: Sites) -> dict[str, float]:
         """For each site how far it is from the trace's; up to 1 it is rounding."""

@@ -120,8 +120,58 @@ def test_mistake_that_explains_little_is_not_named():
 def test_streamed_model_has_the_same_parts(engine):
     streamed = stream_layers(engine.directory, dtype="float32")
     found = explain(streamed, engine.right, engine.right, site="final.head")
-    assert found.part is None
-    assert "every part up to there gives its numbers" in str(found)
+    parts = len(parts_of(engine.model))
+    assert found.ok and found.divergence is None
+    assert (found.parts_checked, found.parts) == (parts, parts)
+    assert set(found.checked) == set(engine.right.sites) - {"layers.1.in"}
+    assert f"{parts} of {parts} parts" in str(found)
+    assert "The traces part" not in str(found) and "not traced" not in str(found)
+
+
+def test_what_could_be_checked_is_said(engine):
+    other = engine.other("layers.0.attn.q")
+    found = explain(engine.model, engine.right, other, site="final.head")
+    assert found.ok and found.checked == ("layers.0.attn.q",)
+    text = " ".join(str(found).split())
+    assert f"3 of {len(parts_of(engine.model))} parts of the model" in text
+    assert "(checked at layers.0.attn.q). The rest was not traced." in text
+    with pytest.raises(TraceError, match=r"no numbers of layers\.0\.attn\.norm or of what comes"):
+        explain(engine.model, engine.right, other, site="layers.0.attn.norm")
+
+
+def test_trace_that_is_not_of_the_model_is_refused(engine):
+    change = {"layers__1__ffn__router__weight": lambda w: 1.5 * w}
+    wrong, other = engine.other(**change), engine.other(layers__1__ffn__router__weight=np.negative)
+    for second in (engine.right, other):
+        with pytest.raises(TraceError, match=r"not of this model.*another checkpoint.*order") as e:
+            explain(engine.model, wrong, second)
+        assert ROUTER in str(e.value) and "\n" not in str(e.value)
+    # Rounded weights do not make another model.
+    rounded = engine.trace(stream_layers(engine.directory, "bfloat16"))
+    assert explain(engine.model, rounded, other, site=f"{ROUTER}.logits").part == ROUTER
+    # Nothing is held against a trace from which the part in question cannot be run.
+    for lacking in (engine.other(f"{ROUTER}.*", **change), wrong.reduced()):
+        assert explain(engine.model, lacking, other, site=f"{ROUTER}.scores").part == ROUTER
+
+
+def test_only_what_comes_nearer_is_shown(engine):
+    trials = [Trial("half", "", 20.0), Trial("idle", "", 40.0)]
+    found = Explanation("site", "part", {"site": 40.0}, tuple(trials))
+    assert "the nearest, half" in str(found) and "idle" not in str(found)
+    found = Explanation("site", "part", {"site": 40.0}, tuple(trials[1:]))
+    assert "nor does one come" in str(found) and "idle" not in str(found)
+
+
+def test_numbers_that_are_none_are_followed_to_where_they_arise(engine):
+    other = engine.other(layers__1__ffn__router__weight=lambda w: w * np.float32(np.nan))
+    for site in (None, "final.head"):
+        found = explain(engine.model, engine.right, other, site=site)
+        assert found.part == ROUTER and not found.ok and not found.named
+        assert "apart beyond measure" in str(found) and "∞" not in str(found)
+
+
+def test_model_can_be_a_directory(engine):
+    assert explain(engine.directory, engine.right, engine.right, site="embedding").ok
 
 
 def test_equal_traces_have_nothing_to_explain(engine):
@@ -134,8 +184,6 @@ def test_what_cannot_be_explained_says_why(engine):
     def with_meta(**meta):
         return Trace({}, engine.right.tokens, engine.right.mask, engine.right.meta | meta)
 
-    with pytest.raises(TraceError, match="dtype: expected float32"):
-        explain(engine.model, engine.right, with_meta(dtype="half a float"), site="final.head")
     with pytest.raises(TraceError, match="full arrays, got stats"):
         explain(engine.model, engine.right, with_meta(reduce="stats"))
     with pytest.raises(TraceError, match="no site of this model is called 'attn'"):
@@ -159,6 +207,10 @@ def test_command_explains_two_files(engine, tmp_path, monkeypatch, capsys):
     other = engine.other(layers__1__ffn__router__bias=np.zeros_like)
     theirs = other.save(tmp_path / "theirs.safetensors")
     assert run(engine.directory, ours, ours)[0] == 0
+    assert run(engine.directory, ours, ours, "--site", "final.head")[0] == 0
+    assert run(engine.directory, ours, theirs, "--site", "final.head")[0] == 1
+    status, _, err = run(engine.directory, theirs, ours)
+    assert status == 2 and err.count("\n") == 1 and "in the other order?" in err
     status, out, _ = run(engine.directory, ours, theirs, "--json")
     found = json.loads(out)
     assert status == 1 and found["named"] == ["correction_bias_ignored"]
