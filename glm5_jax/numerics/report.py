@@ -131,8 +131,8 @@ def to_text(table: Comparison, width: int | None = None, color: bool = False) ->
     first = table.first_divergence
     console.print(escape(sentence(table)), style="bold green" if table.ok else "bold red")
     console.print(escape(detail(table)))
-    if table.moved:
-        console.print(escape(hint(table)), style="yellow")
+    if advice := hint(table):
+        console.print(escape(advice), style="yellow")
     for side in table.sides:
         shown = (side.get(name, "") for name in ("label", "engine", "dtype", "reduce"))
         console.print(escape(" · ".join(filter(None, shown))), style="dim", soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -73,7 +74,8 @@ def _header(table: Comparison) -> str:
     if all(side.get("config_sha256") for side in table.sides):
         # Configs that differ are refused; files that differ may say the same one.
         same = "<p class=soft>Both ran the same model.</p>"
-    more = f"\n<p class=hint>{escape(hint(table))}</p>" if table.moved else ""
+    advice = re.sub("`(.*?)`", r"<code>\1</code>", escape(hint(table)))
+    more = f"\n<p class=hint>{advice}</p>" if advice else ""
     return (
         f'<header class="{"" if table.ok else "apart"}"><p class="eyebrow">{word}</p>\n'
         f"<h1>{escape(sentence(table))}</h1>\n<p class=soft>{escape(detail(table))}</p>{more}\n"
