@@ -266,6 +266,8 @@ def load(
         # Where they are: the arrays lie as JAX wants them, and nobody else has them.
         arrays = jax.device_put(reader.read_all())
     else:
+        # Shardings are XLA's to find, whether or not the mesh was made for types that carry them.
+        mesh = Mesh(mesh.devices, mesh.axis_names)
         arrays = read_sharded(reader, mesh, find_rules(rules))
     model = TextModel.from_leaves(reader.config, arrays)
     if mesh is not None:

@@ -54,8 +54,7 @@ def meshes(presets):
     """A mesh for each of the presets."""
     for preset in presets:
         shape = PRESETS[preset]
-        auto = (jax.sharding.AxisType.Auto,) * len(shape)
-        yield preset, jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=auto)
+        yield preset, jax.make_mesh(tuple(shape.values()), tuple(shape))
 
 
 def main(path: Path) -> dict:
