@@ -1,6 +1,7 @@
 """A trace of a transformers model beside one of ours, on the same weights and tokens."""
 
 import json
+import os
 from pathlib import Path
 
 import ml_dtypes
@@ -20,13 +21,22 @@ from glm5_jax.numerics.random_models import randomize, write_checkpoint
 if not oracle_available():
     pytest.skip("the oracle extra is not installed", allow_module_level=True)
 
-TINY = Path(__file__).parents[2] / "configs" / "tiny.json"
+CONFIGS = Path(__file__).parents[2] / "configs"
+# How far our sites may be from the truth in the median, theirs being 1. XLA's CPU product of 1,024
+# terms is 1.6 times as far from it as torch's, and all of the wider model's sites are behind some.
+MEDIAN = {"tiny": 1.1, **({"bench": 2.0} if "GLM5_JAX_FUZZ" in os.environ else {})}
 T = 26
 
 
+@pytest.fixture(scope="module", params=MEDIAN)
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    model = randomize(build_oracle(json.loads(TINY.read_text())), np.random.default_rng(4))
+def directory(name, tmp_path_factory):
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    model = randomize(build_oracle(config), np.random.default_rng(4))
     return write_checkpoint(model, tmp_path_factory.mktemp("model"))
 
 
@@ -60,24 +70,24 @@ def test_no_site_is_missing_on_either_side(ours, theirs):
         np.testing.assert_array_equal(trace.mask, ours.mask)
 
 
-def test_every_accumulated_site_is_as_near_the_truth_as_theirs(ours, theirs):
+def test_every_accumulated_site_is_as_near_the_truth_as_theirs(name, ours, theirs):
     truth, ratios = theirs["float64"], []
-    for name in truth.sites:
-        if truth.site(name).choice:
-            np.testing.assert_array_equal(ours[name], truth[name], err_msg=name)
+    for site in truth.sites:
+        if truth.site(site).choice:
+            np.testing.assert_array_equal(ours[site], truth[site], err_msg=site)
             continue
-        finite = np.isfinite(truth[name])
-        np.testing.assert_array_equal(np.isfinite(ours[name]), finite, err_msg=name)
+        finite = np.isfinite(truth[site])
+        np.testing.assert_array_equal(np.isfinite(ours[site]), finite, err_msg=site)
         mine, peer = (
-            np.linalg.norm(trace[name][finite] - truth[name][finite])
+            np.linalg.norm(trace[site][finite] - truth[site][finite])
             for trace in (ours, theirs["float32"])
         )
         if peer == 0:  # rows of the embedding
-            assert mine == 0, name
+            assert mine == 0, site
             continue
         ratios.append(mine / peer)
-        assert ratios[-1] <= 2.0, name
-    assert np.median(ratios) <= 1.1
+        assert ratios[-1] <= 2.0, site
+    assert np.median(ratios) <= MEDIAN[name]
 
 
 def test_arrays_are_stored_as_they_are_computed(theirs):
@@ -111,5 +121,5 @@ def test_patterns_and_stats_as_in_ours(directory, batch, theirs, tmp_path):
     for name in again.sites:
         assert again.stats(name) == pytest.approx(full.stats(name), rel=1e-6)
         np.testing.assert_array_equal(again.sample(name), full.sample(name))
-    with pytest.raises(TraceError, match=r"no site of this model matches 'layers\.5\.\*'"):
-        trace_transformers(model, *batch, keep="layers.5.*")
+    with pytest.raises(TraceError, match=r"no site of this model matches 'layers\.99\.\*'"):
+        trace_transformers(model, *batch, keep="layers.99.*")
