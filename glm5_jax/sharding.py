@@ -75,7 +75,11 @@ class ShardingRules:
 
     def pieces(self, axes: Sequence[str | None], mesh: MeshShape) -> Pieces:
         """Of every dimension of an array with these logical axes, the mesh axes that cut it."""
-        return tuple(tuple(a for a in self.axes(axis) if mesh.get(a, 1) > 1) for axis in axes)
+        return tuple(self.cuts(axis, mesh) for axis in axes)
+
+    def cuts(self, logical: str | None, mesh: MeshShape) -> Axes:
+        """The axes of a mesh that cut a logical axis."""
+        return tuple(axis for axis in self.axes(logical) if mesh.get(axis, 1) > 1)
 
 
 _TENSOR = dict(vocab="tensor", heads="tensor", kda_heads="tensor", mlp="tensor")
@@ -85,6 +89,11 @@ PRESETS: Mapping[str, ShardingRules] = {
     "tp_ep": ShardingRules(**_TENSOR, expert_mlp="tensor", experts="expert"),
     "fsdp": ShardingRules(embed="data"),
 }
+
+
+def parts_of(axes: Axes, mesh: MeshShape) -> int:
+    """Into how many parts a mesh cuts what is cut along these of its axes."""
+    return math.prod(mesh[axis] for axis in axes)
 
 
 def find_rules(rules: ShardingRules | str | None) -> ShardingRules:
@@ -107,7 +116,7 @@ def check_rules(rules: ShardingRules, config: ModelConfig, mesh: MeshShape) -> N
     for field in fields(rules):
         axes = rules.axes(field.name)
         used.update(axes)
-        parts = math.prod(mesh.get(axis, 1) for axis in axes)
+        parts = parts_of(rules.cuts(field.name, mesh), mesh)
         for letter in CUT_BY.get(field.name, ()):
             if config.dims[letter] % parts:
                 raise ConfigError(
@@ -140,7 +149,7 @@ def array_pieces(
     """
     pieces: list[Axes] = []
     for size, whole, axes in zip(shape, leaf.shape, rules.pieces(leaf.axes, mesh), strict=False):
-        parts = math.prod(mesh[axis] for axis in axes)
+        parts = parts_of(axes, mesh)
         if size == 1 or parts == 1:
             pieces.append(())
         elif size % parts or whole % parts or (whole // parts) % -(-whole // size):
@@ -155,10 +164,7 @@ def array_pieces(
 
 def part_of(shape: tuple[int, ...], pieces: Pieces, mesh: MeshShape) -> tuple[int, ...]:
     """The shape of the part of an array that one device has."""
-    return tuple(
-        size // math.prod(mesh[axis] for axis in axes)
-        for size, axes in zip(shape, pieces, strict=True)
-    )
+    return tuple(size // parts_of(axes, mesh) for size, axes in zip(shape, pieces, strict=True))
 
 
 def named_sharding(pieces: Pieces, mesh: Mesh) -> NamedSharding:

@@ -100,12 +100,13 @@ class LeafReader(ABC):
         least as many as are read; what lies behind those is not filled. Raises CheckpointError, one
         line, for what cannot be read and for scales that are not finite.
         """
-        stored = self._stored(path) if not self._decodes(path) else {}
+        decodes = self._decodes(path)
+        stored = {} if decodes else self._stored(path)
         found = {}
         for name, (shape, dtype) in self.arrays(path).items():
             out, part = _empty(shape, dtype, rows, room)
             key = _key(path, name)
-            if not stored:
+            if decodes:
                 for piece, some in _pieces(part, rows):
                     self._decode(piece, path, some)
             elif dtype == stored[key].dtype:

@@ -7,7 +7,6 @@ for all others, and the outputs are summed over the devices: one all-reduce a la
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from glm5_jax.nn.types import wide
-from glm5_jax.sharding import ShardingRules
+from glm5_jax.sharding import Axes, ShardingRules, parts_of
 
 if TYPE_CHECKING:
     from glm5_jax.nn.ffn import Experts
@@ -36,23 +35,22 @@ class Spread:
         """That of experts whose arrays are sharded; None where the rules cut none of them."""
         specs = tuple(array.sharding.spec for array in jax.tree.leaves(experts))
         spread = cls(mesh, rules, specs)
-        return spread if spread._axes("experts") + spread._axes("expert_mlp") else None
+        return spread if spread._cuts("experts") + spread._cuts("expert_mlp") else None
 
     def outputs(
         self, experts: Experts, x: Float[Array, "B T X"], chosen: Int[Array, "B T k"]
     ) -> Float[Array, "B T k X"]:
         """`experts.outputs` of all devices together; summed in float32, cast once."""
-        by_expert = self._axes("experts")
-        held = experts.num_experts // self._size(by_expert)
-        rows = self._axes("batch")
-        batch = PartitionSpec(rows if x.shape[0] % self._size(rows) == 0 else None)
+        by_expert, rows = self._cuts("experts"), self._cuts("batch")
+        held = experts.num_experts // parts_of(by_expert, self.mesh.shape)
+        batch = PartitionSpec(rows if x.shape[0] % parts_of(rows, self.mesh.shape) == 0 else None)
 
         def own(experts: Experts, x: Array, chosen: Array) -> Array:
             first = held * jax.lax.axis_index(by_expert) if by_expert else 0
             here = (chosen >= first) & (chosen < first + held)
             outputs = experts.own_outputs(x, jnp.where(here, chosen - first, held))
             summed = jax.lax.psum(
-                outputs.astype(wide(x.dtype)), by_expert + self._axes("expert_mlp")
+                outputs.astype(wide(x.dtype)), by_expert + self._cuts("expert_mlp")
             )
             return summed.astype(x.dtype)
 
@@ -66,8 +64,5 @@ class Spread:
         )
         return run(experts, x, chosen)
 
-    def _axes(self, logical: str) -> tuple[str, ...]:
-        return tuple(a for a in self.rules.axes(logical) if self.mesh.shape.get(a, 1) > 1)
-
-    def _size(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+    def _cuts(self, logical: str) -> Axes:
+        return self.rules.cuts(logical, self.mesh.shape)
