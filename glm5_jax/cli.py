@@ -22,6 +22,7 @@ from glm5_jax.cli_options import (
     Json,
     Layers,
     Seed,
+    Stream,
     TokenIds,
     TokensFile,
     allow_float64,
@@ -156,9 +157,7 @@ def forward(
     out: Annotated[
         Path | None, typer.Option(help="Write logits, tokens and mask to this .npz instead.")
     ] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Read a layer at a time while it runs: little memory.")
-    ] = False,
+    stream: Stream = False,
     expert_group: ExpertGroup = None,
 ) -> None:
     """Run the model: the likeliest next tokens at each position, or all logits."""

@@ -6,7 +6,16 @@ from typing import Annotated, cast
 
 import typer
 
-from glm5_jax.cli_options import Directory, Dtype, ExpertGroup, TokenIds, TokensFile, runnable
+from glm5_jax.cli_options import (
+    Directory,
+    Dtype,
+    ExpertGroup,
+    Json,
+    Stream,
+    TokenIds,
+    TokensFile,
+    runnable,
+)
 from glm5_jax.errors import CheckpointError, TraceError
 
 TraceFile = Annotated[Path, typer.Argument(help="A trace: one safetensors file.")]
@@ -28,9 +37,7 @@ def trace(
     implementation: Annotated[
         str | None, typer.Option(metavar="NAME", help="What runs KDA's recurrence.")
     ] = None,
-    stream: Annotated[
-        bool, typer.Option("--stream", help="Read a layer at a time while it runs: little memory.")
-    ] = False,
+    stream: Stream = False,
     expert_group: ExpertGroup = None,
 ) -> None:
     """Run the model and write what it computes on the way, site by site, into one file."""
@@ -55,7 +62,7 @@ def trace(
 def compare(
     trace: TraceFile,
     other: TraceFile,
-    json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    json: Json = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a page that stands alone to this file, too.")
     ] = None,
@@ -86,7 +93,7 @@ def explain(
     site: Annotated[
         str | None, typer.Option(help="Look here, and not where the two part first.")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    json: Json = False,
 ) -> None:
     """Name the known mistake that makes OTHER part from TRACE, a trace of DIR; exit 1 if they part.
 

@@ -38,6 +38,9 @@ Dtype = Annotated[
 AllowBf16 = Annotated[
     bool, typer.Option("--allow-bf16", help="Accept BF16 where float32 is required.")
 ]
+Stream = Annotated[
+    bool, typer.Option("--stream", help="Read a layer at a time while it runs: little memory.")
+]
 ExpertGroup = Annotated[
     int | None,
     typer.Option(min=1, help="With --stream: routed experts read and run at once; 32 without."),

@@ -167,24 +167,16 @@ class _Walk:
             verdict = "follows"
         elif error.max_abs == 0 and error.relative_l2 == 0:
             verdict = "equal"
-        self.rows.append(
-            Row(
-                name=node.name,
-                layer=node.layer,
-                tail=node.tail,
-                shape=x.shape,
-                dtypes=(x.dtype.name, y.dtype.name),
-                max_abs=error.max_abs,
-                relative_l2=error.relative_l2,
-                cosine=error.cosine,
-                worst=error.worst,
-                expected=judgement.expected,
-                excess=float("inf") if error.nonfinite else judgement.excess,
-                behind_flips=self._share(self.growth.behind[node.name]),
-                flips=0,
-                verdict=verdict,
-                note=error.nonfinite or "",
-            )
+        self._add_row(
+            *(node, x, y, verdict),
+            max_abs=error.max_abs,
+            relative_l2=error.relative_l2,
+            cosine=error.cosine,
+            worst=error.worst,
+            expected=judgement.expected,
+            excess=float("inf") if error.nonfinite else judgement.excess,
+            flips=0,
+            note=error.nonfinite or "",
         )
         return verdict in WRONG
 
@@ -237,9 +229,29 @@ class _Walk:
         share = len(flips) / max(int(self.frame.real.sum()), 1)
         unknown = sum(flip.explained is None for flip in flips)
         diverges = bool(wrong) or 2 * unknown > self.frame.real.sum()
-        follows = self._follows(node)
         note = f"{len(wrong)} of {len(flips)} without a reason in the scores" if wrong else ""
         worst = next(iter(wrong or flips), None)
+        verdict: SiteVerdict = "equal"
+        if diverges:
+            verdict = "diverges"
+        elif flips:
+            verdict = "follows" if self._follows(node) else "flipped"
+        self._add_row(
+            *(node, x, y, verdict),
+            max_abs=float("nan"),
+            relative_l2=share,
+            cosine=float("nan"),
+            worst=() if worst is None else (worst.row, worst.position),
+            expected=float("nan"),
+            excess=float("inf") if diverges else 0.0,
+            flips=len(flips),
+            note=note,
+        )
+        return diverges
+
+    def _add_row(
+        self, node: Node, x: np.ndarray, y: np.ndarray, verdict: SiteVerdict, **found: Any
+    ) -> None:
         self.rows.append(
             Row(
                 name=node.name,
@@ -247,25 +259,11 @@ class _Walk:
                 tail=node.tail,
                 shape=x.shape,
                 dtypes=(x.dtype.name, y.dtype.name),
-                max_abs=float("nan"),
-                relative_l2=share,
-                cosine=float("nan"),
-                worst=() if worst is None else (worst.row, worst.position),
-                expected=float("nan"),
-                excess=float("inf") if diverges else 0.0,
                 behind_flips=self._share(self.growth.behind[node.name]),
-                flips=len(flips),
-                verdict="diverges"
-                if diverges
-                else "follows"
-                if follows and flips
-                else "flipped"
-                if flips
-                else "equal",
-                note=note,
+                verdict=verdict,
+                **found,
             )
         )
-        return diverges
 
     def _verdict(
         self, node: Node, row: int, position: int, sets: tuple[frozenset[int], frozenset[int]]
