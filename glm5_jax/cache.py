@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.padding import shift_tokens
+from glm5_jax.nn.placement import Placement
 from glm5_jax.nn.types import wide
 from glm5_jax.skeleton import Skeleton, SkeletonLayer
 
@@ -51,6 +52,20 @@ class KDAState:
     conv: Float[Array, "B C 3 HD"]
     replay: Replay
 
+    def place(self, on: Placement) -> "KDAState":
+        """Cut by rows and by heads."""
+        head, replay = ("batch", None, "kda_heads"), self.replay
+        return KDAState(
+            on.place(self.recurrent, "batch", "kda_heads", None, None),
+            on.place(self.conv, "batch", None, None, "kda_heads"),
+            Replay(
+                k=on.place(replay.k, *head, None),
+                v=on.place(replay.v, *head, None),
+                g=on.place(replay.g, *head, None),
+                beta=on.place(replay.beta, *head),
+            ),
+        )
+
     def rewind(self, distance: Int[Array, " B"]) -> "KDAState":
         """Without the last `distance` tokens of each row, all of which `replay` must hold."""
         conv, replay = jax.tree.map(lambda h: shift_tokens(h, distance), (self.conv, self.replay))
@@ -72,6 +87,10 @@ class DSACache:
     index_keys: Float[Array, "B S DI"] | None
     gates: Float[Array, "B S DI"] | None
     pool_keys: Float[Array, "B NP DI"] | None
+
+    def place(self, on: Placement) -> "DSACache":
+        """Cut by rows: every head attends to the whole of a latent."""
+        return jax.tree.map(lambda x: on.place(x, "batch", *[None] * (x.ndim - 1)), self)
 
     def rewind(self, lengths: Int[Array, " B"]) -> "DSACache":
         """With the first `lengths` slots of each row: the others are written anew in their turn."""
@@ -110,6 +129,19 @@ class Cache:
     def batch(self) -> int:
         """The number of rows."""
         return self.lengths.shape[0]
+
+    def place(self, on: Placement | None) -> "Cache":
+        """On the devices of a placement: states by rows and heads, counters on all of them."""
+        if on is None:
+            return self
+        return replace(
+            self,
+            lengths=on.place(self.lengths, None),
+            kept=on.place(self.kept, None),
+            layers=tuple(state.place(on) for state in self.layers),
+            mtp=None if self.mtp is None else self.mtp.place(on),
+            mtp_lengths=None if self.mtp_lengths is None else on.place(self.mtp_lengths, None),
+        )
 
     def rewind(self, lengths: ArrayLike) -> "Cache":
         """Forget all but the first `lengths` [B] (or one number) real tokens of each row.
@@ -164,7 +196,13 @@ class Cache:
 
 
 def empty_cache(
-    config: ModelConfig, batch: int, capacity: int, rewind: int, dtype: DTypeLike, mtp: bool
+    config: ModelConfig,
+    batch: int,
+    capacity: int,
+    rewind: int,
+    dtype: DTypeLike,
+    mtp: bool,
+    placement: Placement | None = None,
 ) -> Cache:
     """The cache of `batch` sequences that have not begun, for activations in `dtype`."""
     sizes = (("batch", batch, 1), ("capacity", capacity, 1), ("rewind", rewind, 0))
@@ -178,15 +216,19 @@ def empty_cache(
             return _empty_kda(config, batch, rewind, dtype)
         return _empty_dsa(config, batch, capacity, dtype, layer.indexer == "full")
 
-    return Cache(
-        lengths=jnp.zeros(batch, jnp.int32),
-        kept=jnp.zeros(batch, jnp.int32),
-        layers=tuple(of(layer) for layer in skeleton.layers),
-        mtp=_empty_dsa(config, batch, capacity, dtype, True) if mtp else None,
-        mtp_lengths=jnp.zeros(batch, jnp.int32) if mtp else None,
-        capacity=capacity,
-        depth=rewind,
-    )
+    def make() -> Cache:
+        return Cache(
+            lengths=jnp.zeros(batch, jnp.int32),
+            kept=jnp.zeros(batch, jnp.int32),
+            layers=tuple(of(layer) for layer in skeleton.layers),
+            mtp=_empty_dsa(config, batch, capacity, dtype, True) if mtp else None,
+            mtp_lengths=jnp.zeros(batch, jnp.int32) if mtp else None,
+            capacity=capacity,
+            depth=rewind,
+        ).place(placement)
+
+    # Compiled, each device makes its own part; otherwise one would make all of it first.
+    return make() if placement is None else jax.jit(make)()
 
 
 def _empty_kda(config: ModelConfig, batch: int, rewind: int, dtype: DTypeLike) -> KDAState:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from glm5_jax.cache import Cache, empty_cache
+from glm5_jax.cache import Cache
 from glm5_jax.drafts import Pairs, speculate, write_pairs
 from glm5_jax.inputs import checked_inputs
 from glm5_jax.model import TextModel, head_logits
@@ -215,7 +215,7 @@ def begin(
     tokens = right_padded(prompts, sum(widths) + 1)
     dtype = model.embed_tokens[...].dtype
     # Without drafts nothing asks the MTP head, loaded or not: it gets no cache.
-    cache = empty_cache(model.config, len(prompts), capacity, drafts, dtype, mtp=drafts > 0)
+    cache = model.init_cache(len(prompts), capacity, rewind=drafts, mtp=drafts > 0)
     last = jnp.zeros((len(prompts), model.config.hidden_size), dtype)
     start = 0
     for width in widths:

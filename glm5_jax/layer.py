@@ -16,7 +16,7 @@ from glm5_jax.cache import DSACache, KDAState, LayerState
 from glm5_jax.compiled import compiled
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.dsa import DSA
-from glm5_jax.nn.ffn import Experts, MoE, Router, Routing, SwiGLU, add_shared
+from glm5_jax.nn.ffn import Experts, MoE, Router, Routing, SwiGLU, add_shared, weigh
 from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.mhc import Coefficients, HyperConnection, collapse, expand
 from glm5_jax.nn.norms import rms_norm
@@ -32,10 +32,8 @@ from glm5_jax.nn.types import (
 )
 from glm5_jax.skeleton import SkeletonLayer
 
-RunExperts: TypeAlias = Callable[
-    [Float[Array, "B T X"], Int[Array, "B T k"]], Float[Array, "B T k X"]
-]
-"""From a routed layer's input and the experts of each token to their outputs, see `Experts`."""
+RunExperts: TypeAlias = Callable[[Float[Array, "B T X"], Routing], Float[Array, "B T X"]]
+"""From a routed layer's input and its routing to the weighted sum of each token's experts."""
 
 
 class DecoderLayer(nnx.Module):
@@ -101,10 +99,10 @@ class DecoderLayer(nnx.Module):
             return _feed_forward_dense(*at, self.ffn, streams, eps=self.eps, record=trace)
         x, site, routing = _route(*at, self.ffn.router, streams, eps=self.eps, record=trace)
         if run_experts is None:
-            outputs = expert_outputs(self.ffn.experts, x, routing.experts)
+            routed = _run_own(self.ffn.experts, x, routing)
         else:
-            outputs = run_experts(x, routing.experts)
-        return _gather(self.ffn.shared, streams, x, site, routing, outputs, record=trace)
+            routed = run_experts(x, routing)
+        return _gather(self.ffn.shared, streams, x, site, routed, record=trace)
 
 
 # The compiled pieces of a layer. They take the modules that they need and no other, so that two
@@ -186,6 +184,17 @@ def _route(
     return x, site, router(x, scoped(record, "router"))
 
 
+def _run_own(experts: Experts, x: Activations, routing: Routing) -> Activations:
+    if experts.spread is not None:
+        return _run_spread(experts, x, routing)
+    return weigh_outputs(expert_outputs(experts, x, routing.experts), routing.weights)
+
+
+@jax.jit
+def _run_spread(experts: Experts, x: Activations, routing: Routing) -> Activations:
+    return experts(x, routing)
+
+
 @jax.jit
 def expert_outputs(
     experts: Experts, x: Activations, chosen: Int[Array, "B T k"]
@@ -194,18 +203,25 @@ def expert_outputs(
     return experts.outputs(x, chosen)
 
 
+@jax.jit
+def weigh_outputs(outputs: Float[Array, "B T k X"], weights: Float[Array, "B T k"]) -> Activations:
+    """The weighted sum of those, cast once. Apart from them, so that it has the same bits
+    whether they came all at once or, as when they are streamed, in groups.
+    """
+    return weigh(outputs, weights).astype(outputs.dtype)
+
+
 @compiled()
 def _gather(
     shared: SwiGLU,
     streams: Streams,
     x: Activations,
     site: Coefficients,
-    routing: Routing,
-    outputs: Float[Array, "B T k X"],
+    routed: Activations,
     *,
     record: Record | None,
 ) -> Streams:
-    y = add_shared(shared, x, outputs, routing.weights, record)
+    y = add_shared(shared, x, routed, record)
     return _leave("moe", y, streams, site, record)
 
 

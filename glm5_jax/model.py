@@ -22,12 +22,15 @@ from glm5_jax.config import ModelConfig
 from glm5_jax.inputs import checked_inputs
 from glm5_jax.layer import DecoderLayer
 from glm5_jax.mtp import MTPHead
+from glm5_jax.nn.dsa import DSA
 from glm5_jax.nn.ffn import Experts
+from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.linear import full_precision
 from glm5_jax.nn.mhc import mean_streams
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, roll_tokens
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.placement import Placement, place
 from glm5_jax.nn.record import Record, note, scoped
 from glm5_jax.nn.spread import Spread
 from glm5_jax.nn.types import (
@@ -66,6 +69,7 @@ class TextModel(nnx.Module):
         self.lm_head = params("lm_head")
         self.mtp = MTPHead(config, params.at("mtp")) if mtp else None
         self.implementation: Implementation = None
+        self.placement: Placement | None = None
 
     @classmethod
     def from_leaves(
@@ -100,6 +104,14 @@ class TextModel(nnx.Module):
             raise ValueError(f"no parameter of the model is called {sorted(remaining)[0]}")
         return model
 
+    def place(self, placement: Placement) -> None:
+        """Tell all modules how the arrays of this model, which have shardings, are cut."""
+        for _, module in nnx.iter_graph(self):
+            if isinstance(module, Experts):
+                module.spread = Spread.of(module, placement)
+            elif isinstance(module, TextModel | KDA | DSA):
+                module.placement = placement
+
     @property
     def dtype(self) -> jnp.dtype:
         """That of the activations, which is the embedding's."""
@@ -126,7 +138,10 @@ class TextModel(nnx.Module):
                 is outside the vocabulary. Values are checked where they are known, which is outside
                 `jax.jit`; inside, a token outside the vocabulary makes its logits NaN.
         """
-        tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
+        tokens, mask = (
+            place(self.placement, x, "batch", None)
+            for x in checked_inputs(tokens, mask, self.config.vocab_size)
+        )
         table, M = self.embed_tokens[...], self.config.hc_mult
         streams = embed_streams(table, tokens, streams=M, record=record)
         layers = zip(self.skeleton.layers, self.layers, strict=True)
@@ -135,18 +150,24 @@ class TextModel(nnx.Module):
         norm, lm_head = self.norm[...], self.lm_head[...]
         return read_out(streams, norm, lm_head, eps=self.config.rms_norm_eps, record=record)
 
-    def init_cache(self, batch: int, capacity: int, rewind: int = 0) -> Cache:
+    def init_cache(
+        self, batch: int, capacity: int, rewind: int = 0, mtp: bool | None = None
+    ) -> Cache:
         """The state of `batch` sequences before their first token.
 
         `capacity` is how many real tokens a row may have; `rewind` how many tokens back
         `Cache.rewind`, which says what that costs, may go. The latents, index keys and replayed
         tokens are in the model's activation dtype (that of its embedding); recurrent states and
-        decays are float32, or float64 in a float64 model. `state_budget` counts the bytes.
+        decays are float32, or float64 in a float64 model. `state_budget` counts the bytes. `mtp`
+        says whether to keep the MTP head's own state, by default that of a model that has one. On
+        a mesh each device holds the rows and heads that the model's rules give it.
 
         Raises:
             ValueError: no row, no capacity, or a negative rewind.
         """
-        return empty_cache(self.config, batch, capacity, rewind, self.dtype, self.mtp is not None)
+        mtp = self.mtp is not None if mtp is None else mtp
+        sizes = (batch, capacity, rewind)
+        return empty_cache(self.config, *sizes, self.dtype, mtp, self.placement)
 
     def advance(
         self,
@@ -179,8 +200,12 @@ class TextModel(nnx.Module):
         tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
         if tokens.shape[0] != cache.batch:
             raise ValueError(f"tokens: expected the cache's {cache.batch} rows, got {len(tokens)}")
-        tokens, first, stretch = _left_aligned(jnp.asarray(tokens), mask, cache.lengths)
+        # Counters are on every device, so that whoever asks can read them.
+        tokens, mask = (place(self.placement, x, None, None) for x in (tokens, mask))
+        tokens, first, stretch = _left_aligned(tokens, mask, cache.lengths)
+        stretch = jax.tree.map(lambda x: place(self.placement, x, None), stretch)
         _check_room(stretch, cache.capacity)
+        tokens = place(self.placement, tokens, "batch", None)
         table, M = self.embed_tokens[...], self.config.hc_mult
         streams = embed_streams(table, tokens, streams=M, record=record)
         selection: Selection | None = None
@@ -201,7 +226,7 @@ class TextModel(nnx.Module):
             lengths=stretch.start + stretch.count,
             kept=jnp.minimum(cache.kept + stretch.count, cache.depth),
             layers=tuple(states),
-        )
+        ).place(self.placement)
 
     def prefill(
         self,
@@ -228,6 +253,24 @@ class TextModel(nnx.Module):
         token = token if isinstance(token, jax.Array) else np.asarray(token)
         logits, cache = self.prefill(token[:, None], cache, implementation=implementation)
         return logits[:, 0], cache
+
+
+def abstract_model(
+    config: ModelConfig,
+    arrays: Mapping[str, jax.ShapeDtypeStruct],
+    placement: Placement | None = None,
+) -> TextModel:
+    """A model of shapes, dtypes and shardings alone, to be lowered and measured without memory.
+
+    `arrays` are those of `TextModel.from_leaves`; with a `placement` they have shardings.
+    """
+    model = jax.eval_shape(functools.partial(TextModel.from_leaves, config), dict(arrays))
+    for path, variable in nnx.iter_graph(model):
+        if isinstance(variable, nnx.Variable):
+            variable.set_value(arrays[".".join(map(str, path))])
+    if placement is not None:
+        model.place(placement)
+    return model
 
 
 def load(
@@ -271,9 +314,7 @@ def load(
         arrays = read_sharded(reader, mesh, find_rules(rules))
     model = TextModel.from_leaves(reader.config, arrays)
     if mesh is not None:
-        for _, module in nnx.iter_graph(model):
-            if isinstance(module, Experts):
-                module.spread = Spread.of(module, mesh, find_rules(rules))
+        model.place(Placement(mesh, find_rules(rules)))
     model.implementation = implementation
     return model
 

@@ -56,7 +56,8 @@ class ShardingRules:
     heads, kda_heads: the heads of DSA and of KDA.
     mlp: the width of the dense MLP and of the shared expert.
     expert_mlp, experts: the width of a routed expert, and which experts.
-    batch: rows of a batch, in activations and caches.
+    batch: rows of a batch, in activations and caches. Where they are cut along the axis of the
+    experts, the devices do different rows in the mixers and share their tokens in the experts.
     """
 
     vocab: str | Axes = ()
@@ -83,10 +84,11 @@ class ShardingRules:
 
 
 _TENSOR = dict(vocab="tensor", heads="tensor", kda_heads="tensor", mlp="tensor")
+_ROWS = ("data", "expert")
 PRESETS: Mapping[str, ShardingRules] = {
     "tp": ShardingRules(**_TENSOR, expert_mlp="tensor"),
-    "ep": ShardingRules(experts="expert"),
-    "tp_ep": ShardingRules(**_TENSOR, expert_mlp="tensor", experts="expert"),
+    "ep": ShardingRules(experts="expert", batch=_ROWS),
+    "tp_ep": ShardingRules(**_TENSOR, expert_mlp="tensor", experts="expert", batch=_ROWS),
     "fsdp": ShardingRules(embed="data"),
 }
 

@@ -17,13 +17,13 @@ from contextlib import closing, contextmanager
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from glm5_jax.checkpoint.restore import LeafReader, open_leaves
 from glm5_jax.inputs import checked_inputs
-from glm5_jax.layer import DecoderLayer, expert_outputs
+from glm5_jax.layer import DecoderLayer, expert_outputs, weigh_outputs
 from glm5_jax.model import embed_streams, read_out, run_layers
-from glm5_jax.nn.ffn import Experts
+from glm5_jax.nn.ffn import Experts, Routing
 from glm5_jax.nn.params import Params, fill
 from glm5_jax.nn.record import Record
 from glm5_jax.nn.types import (
@@ -217,8 +217,9 @@ class StreamedLayer:
         """Let go of the weights."""
         self.module = None
 
-    def _run_experts(self, x: Activations, chosen: Int[Array, "B T k"]) -> Float[Array, "B T k X"]:
-        """The outputs of the chosen experts, group after group, the next one read meanwhile."""
+    def _run_experts(self, x: Activations, routing: Routing) -> Activations:
+        """The sum of the chosen experts, run group after group, the next one read meanwhile."""
+        chosen = routing.experts
         total = self._leaves.config.n_routed_experts
         # The same for any batch of this shape: one compilation.
         size = min(self._expert_group, total, chosen.size)
@@ -236,7 +237,7 @@ class StreamedLayer:
             # Done with the group before the next but one is begun.
             outputs.block_until_ready()
             del experts
-        return outputs
+        return weigh_outputs(outputs, routing.weights)
 
     def _begin(self, group: np.ndarray, size: int) -> list[Future[Arrays]]:
         paths = [path for path in self._leaves.leaves if path.startswith(_experts_path(self.plan))]

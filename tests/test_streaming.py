@@ -181,6 +181,7 @@ PIECES = {
     "dense": layer_file._feed_forward_dense.jitted,
     "route": layer_file._route.jitted,
     "experts": layer_file.expert_outputs,
+    "weigh": layer_file.weigh_outputs,
     "gather": layer_file._gather.jitted,
 }
 
@@ -194,7 +195,7 @@ def test_kinds_of_layers_are_compiled_once_and_shared_with_the_loaded_model(dire
 
     stream = stream_layers(directory("released"), expert_group=5)
     stream(tokens)
-    once = {"mix": 2, "dense": 1, "route": 1, "experts": 1, "gather": 1}
+    once = {"mix": 2, "dense": 1, "route": 1, "experts": 1, "weigh": 1, "gather": 1}
     assert compiled() == once
     stream(tokens[:, ::-1])
     assert compiled() == once
@@ -228,9 +229,9 @@ def test_only_chosen_experts_are_read_and_each_once(directory, reads, monkeypatc
         touched.append(tensor.name)
         return original(self, tensor, *others, **options)
 
-    def choose(self, x, experts):
-        chosen[self.plan.index] = set(np.asarray(experts).flat)
-        return run_experts(self, x, experts)
+    def choose(self, x, routing):
+        chosen[self.plan.index] = set(np.asarray(routing.experts).flat)
+        return run_experts(self, x, routing)
 
     monkeypatch.setattr(Checkpoint, "read_into", read_into)
     monkeypatch.setattr(StreamedLayer, "_run_experts", choose)

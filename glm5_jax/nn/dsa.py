@@ -17,6 +17,7 @@ from glm5_jax.nn.linear import full_precision, linear
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, mask_padding
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.placement import Placement
 from glm5_jax.nn.record import Record, note
 from glm5_jax.nn.types import Activations, Implementation, Mask, Selection, wide
 from pallas_kernels.sparse_mla import sparse_mla_decode
@@ -30,11 +31,13 @@ MASKED_UP_TO = 4
 
 def selection_mask(selection: Selection, length: int) -> Bool[Array, "B T S"]:
     """True where a query selected a token; −1 selects nothing."""
-    B, T, _ = selection.shape
-    batch, query = jnp.arange(B)[:, None, None], jnp.arange(T)[None, :, None]
     # A negative index would count from the end; one past the end is dropped.
     target = jnp.where(selection < 0, length, selection)
-    return jnp.zeros((B, T, length), bool).at[batch, query, target].set(True, mode="drop")
+
+    def of_query(target):
+        return jnp.zeros(length, bool).at[target].set(True, mode="drop")
+
+    return jax.vmap(jax.vmap(of_query))(target)
 
 
 def expand_latent(
@@ -108,6 +111,7 @@ class DSA(nnx.Module):
         self.kv_b_proj = params("kv_b_proj")
         self.o_proj = params("o_proj")
         self.indexer = Indexer(config, params.at("indexer")) if owns_indexer else None
+        self.placement: Placement | None = None
 
     def __call__(
         self,
@@ -219,5 +223,5 @@ def _valid_slots(selection: Selection, valid: Bool[Array, "B S"]) -> Selection:
     """−1 in the place of slots that are not valid."""
     # A negative index would count from the end; one past the end reads as the fill value.
     slot = jnp.where(selection < 0, valid.shape[1], selection)
-    there = valid.at[jnp.arange(len(valid))[:, None, None], slot]
-    return jnp.where(there.get(mode="fill", fill_value=False), selection, -1)
+    there = jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=False))(valid, slot)
+    return jnp.where(there, selection, -1)

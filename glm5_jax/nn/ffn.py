@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.experts import apply_experts
+from glm5_jax.nn.largest import largest
 from glm5_jax.nn.linear import linear, linear_wide
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record, note, scoped
@@ -56,8 +57,8 @@ def candidate_scores(
     if groups == 1:
         return biased
     grouped = biased.reshape(*biased.shape[:-1], groups, -1)
-    group_scores = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-    kept = jax.lax.top_k(group_scores, top_groups)[1]
+    group_scores = jnp.sum(largest(grouped, 2)[0], axis=-1)
+    kept = largest(group_scores, top_groups)[1]
     is_kept = jnp.any(kept[..., None] == jnp.arange(groups), axis=-2)
     return jnp.where(is_kept[..., None], grouped, -jnp.inf).reshape(biased.shape)
 
@@ -82,7 +83,7 @@ def route(
     scores = jax.nn.sigmoid(logits)
     candidates = candidate_scores(scores + bias.astype(scores.dtype), groups, top_groups)
     note(record, "scores", candidates)
-    experts = jax.lax.top_k(candidates, top_k)[1]
+    experts = largest(candidates, top_k)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if normalize:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -142,19 +143,21 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Activations, routing: Routing) -> Activations:
         """The weighted sum of each token's experts; only chosen experts are computed."""
-        return weigh(self.outputs(x, routing.experts), routing.weights)
+        if self.spread is not None:
+            return self.spread.run(self, x, routing.experts, routing.weights)
+        return self.own_sum(x, routing.experts, routing.weights).astype(x.dtype)
+
+    def own_sum(
+        self, x: Activations, chosen: Int[Array, "B T k"], weights: Float[Array, "B T k"]
+    ) -> Float[Array, "B T X"]:
+        """The weighted sum, float32, of `outputs`."""
+        return weigh(self.outputs(x, chosen), weights)
 
     def outputs(self, x: Activations, chosen: Int[Array, "B T k"]) -> Float[Array, "B T k X"]:
         """What each token's experts make of it, not weighed yet.
 
-        `chosen` are indices into the stacks; zeros for those past the end.
+        `chosen` are indices into the stacks at hand; zeros for those past the end.
         """
-        if self.spread is not None:
-            return self.spread.outputs(self, x, chosen)
-        return self.own_outputs(x, chosen)
-
-    def own_outputs(self, x: Activations, chosen: Int[Array, "B T k"]) -> Float[Array, "B T k X"]:
-        """`outputs` of the arrays at hand: on several devices, of the parts that one has."""
 
         def expert(index: Int[Array, ""], rows: Float[Array, "n X"]) -> Float[Array, "n X"]:
             # The slices are copies anyway: side by side they make one product of twice the size.
@@ -168,13 +171,14 @@ class Experts(nnx.Module):
         return outputs.reshape(*chosen.shape, -1)
 
 
-def weigh(outputs: Float[Array, "B T k X"], weights: Float[Array, "B T k"]) -> Activations:
-    """The weighted sum over a token's experts: float32, in the order of the routing, cast once.
+def weigh(
+    outputs: Float[Array, "B T k X"], weights: Float[Array, "B T k"]
+) -> Float[Array, "B T X"]:
+    """The weighted sum over a token's experts: float32, in the order of the routing.
 
     So a token's result depends on nothing else, and not on the order of the experts' computation.
     """
-    terms = outputs.astype(wide(outputs.dtype)) * weights[..., None]
-    return sum_unrolled(terms, axis=-2).astype(outputs.dtype)
+    return sum_unrolled(outputs.astype(wide(outputs.dtype)) * weights[..., None], axis=-2)
 
 
 class MoE(nnx.Module):
@@ -188,19 +192,14 @@ class MoE(nnx.Module):
     def __call__(self, x: Activations, record: Record | None = None) -> Activations:
         """`[B, T, X]` to `[B, T, X]`; sites `router.*`, `experts`, `shared`."""
         routing = self.router(x, scoped(record, "router"))
-        outputs = self.experts.outputs(x, routing.experts)
-        return add_shared(self.shared, x, outputs, routing.weights, record)
+        return add_shared(self.shared, x, self.experts(x, routing), record)
 
 
 def add_shared(
-    shared: SwiGLU,
-    x: Activations,
-    outputs: Float[Array, "B T k X"],
-    weights: Float[Array, "B T k"],
-    record: Record | None = None,
+    shared: SwiGLU, x: Activations, routed: Activations, record: Record | None = None
 ) -> Activations:
-    """The weighted sum of the experts and the shared expert; sites `experts`, `shared`."""
-    routed, of_shared = weigh(outputs, weights), shared(x)
+    """What the routed experts say and what the shared one does; sites `experts`, `shared`."""
+    of_shared = shared(x)
     note(record, "experts", routed)
     note(record, "shared", of_shared)
     return routed + of_shared

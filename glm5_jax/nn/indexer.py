@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 from glm5_jax.cache import DSACache
 from glm5_jax.config import ModelConfig
 from glm5_jax.nn.blocks import map_queries
+from glm5_jax.nn.largest import largest
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import layer_norm
-from glm5_jax.nn.padding import Stretch
+from glm5_jax.nn.padding import Stretch, write_rows
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.record import Record, note, wants
 from glm5_jax.nn.types import Activations, Mask, Selection, wide
@@ -88,16 +89,16 @@ def complete_pools(
     Their tokens are read from the cached `keys` and `gates`, so a pool may have come in many calls.
     `tokens` is how many a row can bring at most.
     """
-    B, P = keys.shape[0], ape.shape[0]
+    P = ape.shape[0]
     first = stretch.start // P
     pools = (tokens + P - 1) // P
     slot = first[:, None] * P + jnp.arange(pools * P)
-    batch = jnp.arange(B)[:, None]
+    keys, gates = (jax.vmap(lambda row, at: row[at])(h, slot) for h in (keys, gates))
     there = Span(jnp.zeros_like(first), stretch.start + stretch.count - first * P)
-    new = pool_keys(keys[batch, slot], gates[batch, slot], ape, there)
+    new = pool_keys(keys, gates, ape, there)
     pool = first[:, None] + jnp.arange(pools)
     pool = jnp.where(jnp.arange(pools) < there.length[:, None] // P, pool, pooled.shape[1])
-    return pooled.at[batch, pool].set(new, mode="drop")
+    return write_rows(pooled, pool, new)
 
 
 def index_scores(
@@ -218,7 +219,7 @@ def _keep_best(
     """The `count` best, best first, of equal ones those that come first; a pool of −1 is none."""
     scores = jnp.where(scores == 0, 0, scores)  # top_k ranks +0 above −0
     scores = jnp.where(pools < 0, -jnp.inf, scores)
-    scores, at = jax.lax.top_k(scores, count)
+    scores, at = largest(scores, count)
     return scores, jnp.take_along_axis(pools, at, axis=-1)
 
 

@@ -11,6 +11,7 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
 from glm5_jax.nn.padding import Stretch, end_of_rows, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.placement import Placement
 from glm5_jax.nn.quantized import Weight
 from glm5_jax.nn.record import Record, note, wants
 from glm5_jax.nn.types import Activations, Implementation, Mask, wide
@@ -70,6 +71,7 @@ class KDA(nnx.Module):
         self.g_b_proj = params("g_b_proj")
         self.o_norm = params("o_norm")
         self.o_proj = params("o_proj")
+        self.placement: Placement | None = None
 
     def __call__(
         self,

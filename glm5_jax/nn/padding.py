@@ -51,20 +51,29 @@ class Stretch:
         self, slots: Shaped[Array, "B S *_"], values: Shaped[Array, "B T *_"]
     ) -> Shaped[Array, "B S *_"]:
         """`slots` with the real tokens' `values` in their slots; none is past the end."""
-        B, T = values.shape[:2]
+        T = values.shape[1]
         slot = jnp.where(self.mask(T), self.start[:, None] + jnp.arange(T), slots.shape[1])
-        return slots.at[jnp.arange(B)[:, None], slot].set(values, mode="drop")
+        return write_rows(slots, slot, values)
+
+
+def write_rows(
+    slots: Shaped[Array, "B S *_"], slot: Int[Array, "B T"], values: Shaped[Array, "B T *_"]
+) -> Shaped[Array, "B S *_"]:
+    """In each row of a batch, `values` in their slots; those past the end are dropped."""
+    # By `vmap`, as everywhere that rows look up their own: a batch that is cut over devices stays
+    # cut, where an index of the row would make XLA gather it.
+    return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(slots, slot, values)
 
 
 def shift_tokens(x: Shaped[Array, "B T *_"], distance: Int[Array, " B"]) -> Shaped[Array, "B T *_"]:
     """Row b moved `distance[b]` positions later (earlier where negative), zeros moving in."""
-    B, T = x.shape[:2]
+    T = x.shape[1]
     source = jnp.arange(T) - distance[:, None]
     source = jnp.where(source < 0, T, source)  # a negative index would count from the end
-    return x.at[jnp.arange(B)[:, None], source].get(mode="fill", fill_value=0)
+    return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(x, source)
 
 
 def roll_tokens(x: Shaped[Array, "B T *_"], distance: Int[Array, " B"]) -> Shaped[Array, "B T *_"]:
     """Row b moved `distance[b]` positions later, what leaves at the end coming in at the front."""
-    B, T = x.shape[:2]
-    return x[jnp.arange(B)[:, None], (jnp.arange(T) - distance[:, None]) % T]
+    T = x.shape[1]
+    return jax.vmap(lambda row, at: row[at])(x, (jnp.arange(T) - distance[:, None]) % T)

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..layer import DecoderLayer, enter_site
 from ..model import TextModel, embed, read_out
-from ..nn.ffn import add_shared
+from ..nn.ffn import Routing, add_shared
 from ..nn.mhc import expand
 from ..nn.record import Record
 from ..skeleton import SkeletonLayer
@@ -235,8 +235,8 @@ def _router(modules, inputs, mask, _, record: Record):
 
 def _experts(modules, inputs, mask, _, record: Record):
     experts, shared = modules
-    x, chosen, weights = inputs
-    record("moe", add_shared(shared, x, experts.outputs(x, chosen), weights, record))
+    x, *routing = inputs
+    record("moe", add_shared(shared, x, experts(x, Routing(*routing)), record))
 
 
 def _dense(modules, inputs, mask, _, record: Record):

@@ -3,6 +3,7 @@
 Dimensions: B batch, T query tokens, A heads, R latent width, S rows of the cache, W selected rows.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,5 +25,9 @@ def gather_rows(
     S = kv.shape[-2]
     # A negative index would count from the end; one past the end reads as the fill value.
     row = jnp.where(indices < 0, S, indices)
-    at = (row,) if kv.ndim == 2 else (jnp.arange(len(kv))[:, None, None], row)
-    return kv.at[at].get(mode="fill", fill_value=0), row < S
+
+    def gather(kv, row):
+        return kv.at[row].get(mode="fill", fill_value=0)
+
+    # By `vmap`: a batch that is cut over devices stays cut, which an index of the row would undo.
+    return (gather if kv.ndim == 2 else jax.vmap(gather))(kv, row), row < S

@@ -162,6 +162,7 @@ PIECES = {
     "dense": layer_file._feed_forward_dense.jitted,
     "route": layer_file._route.jitted,
     "experts": layer_file.expert_outputs,
+    "weigh": layer_file.weigh_outputs,
     "gather": layer_file._gather.jitted,
 }
 
@@ -272,7 +273,7 @@ def test_shared_layer_takes_the_last_full_choice(build, tokens):
 def test_pieces_of_one_kind_are_compiled_once(outside_jit):
     # Mixers: KDA, DSA, DSA that shares. Of the rest one each, and nothing for other tokens.
     first, second = outside_jit.compiled
-    assert first == {"mix": 3, "dense": 1, "route": 1, "experts": 1, "gather": 1}
+    assert first == {"mix": 3, "dense": 1, "route": 1, "experts": 1, "weigh": 1, "gather": 1}
     assert second == first
 
 

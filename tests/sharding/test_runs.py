@@ -45,16 +45,31 @@ def test_logits_and_choices_are_those_of_one_device(runs, preset):
     assert max(found["errors"]) <= 1e-12 * runs["scale"]
 
 
+# The embedding, three mixers, a dense MLP, two shared experts, two layers of routed ones.
+WITHIN_TENSOR = 9
+# A layer whose tokens come to the experts, with their choices and weights, and whose sums go back.
+AROUND_EXPERTS = {
+    ("all-gather", "f64[8,1,48]"): 2,
+    ("all-gather", "s32[8,1,3]"): 2,
+    ("all-gather", "f64[8,1,3]"): 2,
+}
+
+
 @pytest.mark.parametrize(
-    ("preset", "sums"),
+    ("preset", "moved"),
     [
-        # The embedding, three mixers, a dense MLP, two shared experts; and two layers of experts.
-        ("tp", {"f64[8,1,48]": 7, "f64[8,1,3,48]": 2}),
-        ("tp_ep", {"f64[8,1,48]": 7, "f64[8,1,3,48]": 2}),
-        ("ep", {"f64[8,1,3,48]": 2}),
+        ("tp", {("all-reduce", "f64[8,1,48]"): WITHIN_TENSOR}),
+        ("ep", AROUND_EXPERTS | {("reduce-scatter", "f64[1,1,48]"): 2}),
+        (
+            "tp_ep",
+            AROUND_EXPERTS
+            | {
+                ("reduce-scatter", "f64[4,1,48]"): 2,
+                ("all-reduce", "f64[4,1,48]"): WITHIN_TENSOR,
+            },
+        ),
     ],
 )
-def test_a_step_of_decoding_sums_activations_and_moves_nothing_else(runs, preset, sums):
+def test_a_step_of_decoding_moves_activations_and_nothing_else(runs, preset, moved):
     found = runs["presets"][preset]["collectives"]
-    assert {kind for kind, _, _ in found} == {"all-reduce"}
-    assert {shape: n for _, shape, n in found} == sums
+    assert {(kind, shape): n for kind, shape, n in found} == moved
