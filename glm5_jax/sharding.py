@@ -93,6 +93,22 @@ PRESETS: Mapping[str, ShardingRules] = {
 }
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """The sizes that `tensor=8,expert=2` says, by axis name, in the order in which they stand.
+
+    Raises ConfigError, one line, for anything else.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if not name.isidentifier() or not size.isdecimal() or int(size) < 1 or name in mesh:
+            raise ConfigError(
+                f"mesh: expected NAME=N,... (tensor=8,expert=2), each name once, got {text!r}"
+            )
+        mesh[name] = int(size)
+    return mesh
+
+
 def parts_of(axes: Axes, mesh: MeshShape) -> int:
     """Into how many parts a mesh cuts what is cut along these of its axes."""
     return math.prod(mesh[axis] for axis in axes)

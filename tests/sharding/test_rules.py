@@ -17,6 +17,7 @@ from glm5_jax.sharding import (
     check_rules,
     find_rules,
     named_sharding,
+    parse_mesh,
     part_of,
 )
 from glm5_jax.specs import leaves
@@ -134,3 +135,19 @@ def test_rules_by_name():
     assert find_rules(None) is find_rules("tp_ep") is PRESETS["tp_ep"]
     with pytest.raises(ConfigError, match="tp, ep, tp_ep, fsdp, got 'pp'"):
         find_rules("pp")
+
+
+def test_a_mesh_as_it_is_typed():
+    assert parse_mesh("tensor=8") == {"tensor": 8}
+    assert list(parse_mesh("data=2, tensor=4,expert=1").items()) == [
+        *(("data", 2), ("tensor", 4), ("expert", 1))
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "tensor", "tensor=", "=8", "tensor=0", "tensor=-8", "tensor=8,", "8", "a=²", "a=1,a=2"],
+)
+def test_what_is_no_mesh_is_refused(text):
+    with pytest.raises(ConfigError, match=r"^mesh: expected NAME=N,\.\.\. .* got '.*'$"):
+        parse_mesh(text)
