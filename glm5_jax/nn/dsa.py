@@ -189,7 +189,7 @@ class DSA(nnx.Module):
     def _queries(
         self, qr: Float[Array, "B T Rq"], q_b: Float[Array, "_ Rq"]
     ) -> Float[Array, "B T A N"]:
-        return linear(qr, q_b).reshape(*qr.shape[:2], self.heads, -1)
+        return linear(qr, q_b).reshape(*qr.shape[:2], -1, self.nope)
 
     def _attend_selected(
         self,
@@ -201,22 +201,32 @@ class DSA(nnx.Module):
         """Each query over its own selection, a block of queries after the other.
 
         Nothing is in memory for all queries and heads but the result, and nothing for all queries
-        and all selected tokens. The backward pass computes each block again.
+        and all selected tokens. The backward pass computes each block again. On a mesh each device
+        has its rows and heads: a head needs no other, and XLA could not cut a kernel.
         """
         # Decoded once, where they are stored quantised, and not in every block.
         q_b, kv_b = self.q_b_proj[...], self.kv_b_proj[...].astype(qr.dtype)
-        w_k, w_v = split_kv_b(kv_b, self.heads, self.nope)
         precision = full_precision(qr.dtype)
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)
-        def attend(qr, selection):
-            q = jnp.einsum("btan,anr->btar", self._queries(qr, q_b), w_k, precision=precision)
-            o = sparse_mla_decode(
-                q, latent, selection, scale=self.nope**-0.5, implementation=implementation
-            )
-            return jnp.einsum("btar,avr->btav", o, w_v, precision=precision)
+        def own(qr, latent, selection, q_b, kv_b):
+            w_k, w_v = split_kv_b(kv_b, len(q_b) // self.nope, self.nope)
 
-        return map_queries(attend, QUERY_BLOCK, qr, selection)
+            @functools.partial(jax.checkpoint, prevent_cse=False)
+            def attend(qr, selection):
+                q = jnp.einsum("btan,anr->btar", self._queries(qr, q_b), w_k, precision=precision)
+                o = sparse_mla_decode(
+                    q, latent, selection, scale=self.nope**-0.5, implementation=implementation
+                )
+                return jnp.einsum("btar,avr->btav", o, w_v, precision=precision)
+
+            return map_queries(attend, QUERY_BLOCK, qr, selection)
+
+        if self.placement is not None:
+            spec, B = self.placement.spec, len(qr)
+            row, head = spec((B,), ("batch",)), spec((self.heads,), ("heads",))
+            o = spec((B, 1, self.heads), ("batch", None, "heads"))
+            own = self.placement.over(own, (row, row, row, head, head), o)
+        return own(qr, latent, selection, q_b, kv_b)
 
 
 def _valid_slots(selection: Selection, valid: Bool[Array, "B S"]) -> Selection:

@@ -1,9 +1,12 @@
 """Kimi Delta Attention: a gated delta rule with one decay per head and channel."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from glm5_jax.cache import KDAState, Replay
 from glm5_jax.config import ModelConfig
@@ -93,12 +96,9 @@ class KDA(nnx.Module):
         )
         g, beta = self._gates(x)
         traced = wants(record, "state")
-        o, state = chunk_kda(
-            *(q, k, v, g, beta),
-            output_final_state=traced,
-            lengths=end_of_rows(mask) if traced else None,
-            implementation=implementation,
-        )
+        run = functools.partial(chunk_kda, output_final_state=traced, implementation=implementation)
+        lengths = end_of_rows(mask) if traced else None
+        o, state = self._recur(run, (q, k, v, g, beta), None, lengths)
         for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
             if value is not None:
                 note(record, name, value)
@@ -123,13 +123,11 @@ class KDA(nnx.Module):
         )
         g, beta = self._gates(x)
         if depth == 0:
-            o, recurrent = chunk_kda(
-                *(q, k, v, g, beta),
-                initial_state=state.recurrent,
-                output_final_state=True,
-                lengths=stretch.count,
-                implementation=implementation,
+            run = functools.partial(
+                chunk_kda, output_final_state=True, implementation=implementation
             )
+            inputs = (q, k, v, g, beta), state.recurrent, stretch.count
+            o, recurrent = self._recur(run, *inputs)
             replay = state.replay
         else:
             new = Replay(k, v, g, beta)
@@ -163,14 +161,38 @@ class KDA(nnx.Module):
         first = jax.tree.map(lambda h: h[:, :T], rows)
         last = jax.tree.map(lambda h: h[:, T:], rows)
 
+        def run(q, k, v, g, beta, initial_state, lengths):
+            return recurrent_kda(q, k, v, g, beta, initial_state, implementation=implementation)
+
         def recur(q, rows, recurrent):
-            inputs = (q, rows.k, rows.v, rows.g, rows.beta, recurrent)
-            return recurrent_kda(*inputs, implementation=implementation)
+            return self._recur(run, (q, rows.k, rows.v, rows.g, rows.beta), recurrent, None)
 
         o_first, recurrent = recur(q[:, :T], first, state.recurrent)
         o_last, _ = recur(q[:, T:], last, recurrent)
         o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
         return shift_tokens(o, stretch.count - T), recurrent, last
+
+    def _recur(
+        self,
+        run: Callable[..., tuple[Array, Array | None]],
+        tokens: tuple[Float[Array, "B T H ..."], ...],
+        state: Float[Array, "B H D D"] | None,
+        lengths: Int[Array, " B"] | None,
+    ) -> tuple[Array, Array | None]:
+        """`run(*tokens, initial_state=…, lengths=…)`: on a mesh each device its rows and heads.
+
+        A head needs no other, and XLA could not cut a kernel.
+        """
+
+        def own(tokens, state, lengths):
+            return run(*tokens, initial_state=state, lengths=lengths)
+
+        if self.placement is None:
+            return own(tokens, state, lengths)
+        spec, B = self.placement.spec, len(tokens[0])
+        token = spec((B, 1, self.heads), ("batch", None, "kda_heads"))
+        head, row = spec((B, self.heads), ("batch", "kda_heads")), spec((B,), ("batch",))
+        return self.placement.over(own, (token, head, row), (token, head))(tokens, state, lengths)
 
     def _projections(self) -> tuple[Weight, ...]:
         return self.q_proj, self.k_proj, self.v_proj
