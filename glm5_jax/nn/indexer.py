@@ -130,7 +130,7 @@ def score_pools(
 ) -> Float[Array, "B T NP"]:
     """`index_scores` of the first `pools` keys at least, in tiles of keys of one width.
 
-    What no tile reached scores −inf.
+    What no tile reached scores −inf. `pools` may be more than there are keys.
     """
     (B, T), NP = queries.shape[:2], keys.shape[1]
     width = min(POOL_TILE, NP)
@@ -144,7 +144,7 @@ def score_pools(
         return jax.lax.dynamic_update_slice_in_dim(scores, part, at, 2)
 
     scores = jnp.full((B, T, NP), -jnp.inf, wide(queries.dtype))
-    return jax.lax.fori_loop(0, -(-pools // width), score_tile, scores)
+    return jax.lax.fori_loop(0, -(-jnp.minimum(pools, NP) // width), score_tile, scores)
 
 
 def head_weights(logits: Float[Array, "B T HI"]) -> Float[Array, "B T HI"]:
@@ -218,6 +218,8 @@ def _keep_best(
 ) -> tuple[Float[Array, "B T C"], Int[Array, "B T C"]]:
     """The `count` best, best first, of equal ones those that come first; a pool of −1 is none."""
     scores = jnp.where(scores == 0, 0, scores)  # top_k ranks +0 above −0
+    # A score that overflows to −inf is that of a pool, and comes before none.
+    scores = jnp.maximum(scores, jnp.finfo(scores.dtype).min)
     scores = jnp.where(pools < 0, -jnp.inf, scores)
     scores, at = largest(scores, count)
     return scores, jnp.take_along_axis(pools, at, axis=-1)

@@ -228,6 +228,42 @@ def test_every_tiling_makes_the_same_choice_among_ties(monkeypatch, tile):
     np.testing.assert_array_equal(pools[0], expected)
 
 
+def test_scores_that_overflow_rank_last_but_before_none(monkeypatch):
+    """Most score −inf: the cut falls among them, and where few pools are visible all are chosen."""
+    monkeypatch.setattr(indexer, "POOL_TILE", 7)
+    monkeypatch.setattr(indexer, "POOL_WINDOW", 21)
+    operands, visible = integers(100, 5, heads=1, width=1), np.array([100, 0, 3, 99, 30])
+    queries, keys, weights = jnp.ones_like(operands[0]), operands[1], -jnp.ones_like(operands[2])
+    keys = jnp.where(jnp.arange(100)[:, None] % 20 == 13, keys, jnp.inf)
+    expected, scores = by_hand((queries, keys, weights), visible, 40)
+    assert np.sum(scores[0] > -np.inf) == 5
+    seen = jnp.asarray(visible)[None] * 4
+    pools = indexer.best_pools(queries, keys, weights, seen, 4, 40)
+    np.testing.assert_array_equal(pools[0], expected)
+    visible = jnp.asarray(np.arange(100) < visible[:, None])
+    pools = select_pools(jnp.asarray(scores)[None], visible[None], 40)
+    np.testing.assert_array_equal(pools[0], expected)
+
+
+def test_every_visible_pool_is_scored_once(monkeypatch):
+    """Of the windows, of four tiles each, the third has one tile to do, and the fourth none."""
+    scored = []
+
+    def counted(queries, keys, weights):
+        jax.debug.callback(lambda keys: scored.extend(np.asarray(keys)[0, :, 0]), keys)
+        return index_scores(queries, keys, weights)
+
+    monkeypatch.setattr(indexer, "POOL_TILE", 4)
+    monkeypatch.setattr(indexer, "POOL_WINDOW", 16)
+    monkeypatch.setattr(indexer, "index_scores", counted)
+    keys = jnp.arange(64.0).reshape(1, 64, 1)
+    ones = jnp.ones((1, 2, 1, 1)), keys, jnp.ones((1, 2, 1))
+    pools = indexer.best_pools(*ones, jnp.asarray([[4 * 34, 4]]), 4, 3)
+    np.testing.assert_array_equal(pools[0], [[33, 32, 31], [0, -1, -1]])
+    jax.effects_barrier()
+    assert sorted(scored) == list(range(36))
+
+
 def test_a_million_tokens_of_context_and_thousands_of_ties():
     """262,144 pools, of which the cut falls among equals; what is not visible is NaN."""
     pools, there = 2**18, 2**18 - 1000
