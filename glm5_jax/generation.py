@@ -20,6 +20,7 @@ from glm5_jax.cache import Cache
 from glm5_jax.drafts import Pairs, speculate, write_pairs
 from glm5_jax.inputs import checked_inputs
 from glm5_jax.model import TextModel, head_logits
+from glm5_jax.nn.placement import Placement, place
 from glm5_jax.nn.types import Activations, GivenMask, Tokens
 from glm5_jax.sampling import Sampling, choose, make_sampling
 from glm5_jax.token_batch import right_padded
@@ -188,6 +189,17 @@ class Running:
     newest: Int[Array, " B"]
     pairs: Pairs | None
 
+    def place(self, on: Placement | None) -> "Running":
+        """On the devices of a placement, always in the same way: one compilation of the step."""
+        if on is None:
+            return self
+        pairs = self.pairs and Pairs(
+            hidden=on.place(self.pairs.hidden, "batch", None, None),
+            tokens=on.place(self.pairs.tokens, "batch", None),
+            count=on.place(self.pairs.count, None),
+        )
+        return Running(self.cache.place(on), on.place(self.newest, None), pairs)
+
 
 Active: TypeAlias = Bool[Array | np.ndarray, " B"]
 """Which rows have not ended."""
@@ -233,7 +245,7 @@ def begin(
         start = end
     newest = _first_token(last, model.lm_head[...], lengths, sampling)
     pairs = _first_pairs(last, newest, drafts) if drafts else None
-    return Running(cache, newest, pairs)
+    return Running(cache, newest, pairs).place(model.placement)
 
 
 def make_step(model: TextModel, sampling: Sampling | None, drafts: int = 0) -> Step:
@@ -262,13 +274,17 @@ def _step(
         # Rows that have ended go on, which costs nothing and changes nothing for the others.
         logits, cache = model.decode(running.newest, running.cache)
         tokens = choose(logits[:, None], cache.lengths[:, None], sampling)
+        tokens = place(model.placement, tokens, None, None)
         return Running(cache, tokens[:, 0], None), tokens, jnp.ones_like(running.newest)
 
     def chosen(logits, positions):
         return choose(logits, positions, sampling)
 
     verdict, pairs, cache = speculate(model, running.cache, running.pairs, drafts, chosen, active)
-    return Running(cache, pairs.newest, pairs), verdict.tokens, verdict.count
+    after = Running(cache, pairs.newest, pairs).place(model.placement)
+    # On all devices, for whoever calls to read.
+    tokens = place(model.placement, verdict.tokens, None, None)
+    return after, tokens, place(model.placement, verdict.count, None)
 
 
 @functools.partial(jax.jit, donate_argnames="cache")

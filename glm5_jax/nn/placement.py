@@ -46,10 +46,14 @@ class Placement:
         return cuts if size % parts_of(cuts, self.mesh.shape) == 0 else ()
 
     def spec(self, shape: Sequence[int], axes: LogicalAxes) -> PartitionSpec:
-        """How an activation or a cache of this shape is cut."""
-        return PartitionSpec(
-            *(self.cut(size, axis) or None for size, axis in zip(shape, axes, strict=True))
-        )
+        """How an activation or a cache of this shape is cut; whole dimensions at its end unsaid.
+
+        That is how compiled functions say it: a longer form would be compiled for once more.
+        """
+        cuts = [self.cut(size, axis) for size, axis in zip(shape, axes, strict=True)]
+        while cuts and not cuts[-1]:
+            cuts.pop()
+        return PartitionSpec(*(cut or None for cut in cuts))
 
     def place(self, x: Array | np.ndarray, *axes: str | None) -> Array:
         """`x`, cut by its logical axes: under `jax.jit` XLA is held to it, outside `x` moves.
