@@ -29,10 +29,8 @@ def apply_experts(
     """
     t, k = chosen.shape
     pairs = t * k
-    block = _block_rows(pairs, num_experts)
     at_hand = num_experts if at_hand is None else at_hand
-    # Σ ceil(count / block) is at most this, however the pairs fall.
-    blocks = min(pairs, (pairs + min(pairs, at_hand) * (block - 1)) // block)
+    blocks, block = block_plan(pairs, num_experts, at_hand)
 
     of_pair = jnp.minimum(chosen.reshape(-1), at_hand)  # those that are not there come last
     order = jnp.argsort(of_pair, stable=True)
@@ -65,7 +63,12 @@ def apply_experts(
     return outputs.at[slot_of_pair].get(mode="fill", fill_value=0).reshape(t, k, -1)
 
 
-def _block_rows(pairs: int, num_experts: int) -> int:
-    """A power of two near the mean number of pairs of an expert."""
+def block_plan(pairs: int, num_experts: int, at_hand: int) -> tuple[int, int]:
+    """How many blocks are enough for so many pairs, however they fall, and the rows of a block.
+
+    That is a power of two near the mean number of pairs of an expert.
+    """
     mean = max(1, pairs // num_experts)
-    return min(_MAX_BLOCK, 1 << (mean - 1).bit_length())
+    block = min(_MAX_BLOCK, 1 << (mean - 1).bit_length())
+    # Σ ceil(count / block) is at most this.
+    return min(pairs, (pairs + min(pairs, at_hand) * (block - 1)) // block), block
