@@ -48,14 +48,29 @@ class Timing:
         """Whether the ratio is at least its goal; true without one."""
         return self.goal is None or self.ratio >= self.goal
 
-    def __str__(self) -> str:
-        text = (
-            f"{self.what}: {_seconds(self.ours)}, {self.peer_name}: {_seconds(self.peer)}; "
-            f"{self.ratio:.2f}x"
-        )
+    @property
+    def verdict(self) -> str:
+        """The ratio, its goal, and whether that is reached."""
+        text = self._said(self.ratio, ".2f")
         if self.goal is not None:
-            text += f", goal {self.goal:g}x {'reached' if self.reached else 'MISSED'}"
+            goal = self._said(self.goal, "g")
+            text += f", goal {goal} {'reached' if self.reached else 'MISSED'}"
         return text
+
+    def _said(self, ratio: float, digits: str) -> str:
+        return f"{ratio:{digits}}x"
+
+    def __str__(self) -> str:
+        ours, peer = _seconds(self.ours), _seconds(self.peer)
+        return f"{self.what}: {ours}, {self.peer_name}: {peer}; {self.verdict}"
+
+
+@dataclass(frozen=True)
+class Cost(Timing):
+    """A timing of more work than the peer's: it says how many times as long ours takes."""
+
+    def _said(self, ratio: float, digits: str) -> str:
+        return f"{1 / ratio:{digits}} times as long"
 
 
 def bench_forward(repeats: int = 5, tokens: int = 1024) -> list[Timing]:
@@ -172,7 +187,7 @@ def bench_compile(repeats: int = 1) -> list[Timing]:
             statistics.median(first_call(layers, jitted) for _ in range(repeats))
             for layers in (9, 45)
         )
-        timings.append(Timing(f"{what}, 45 layers", all_layers, nine, "9 layers", goal))
+        timings.append(Cost(f"{what}, 45 layers", all_layers, nine, "9 layers", goal))
     return timings
 
 
@@ -210,7 +225,7 @@ def bench_decode(
     for batch in batches:
         far, near = alternate(ours[batch, contexts[1]], ours[batch, contexts[0]], repeats)
         what = f"decode, batch {batch} after {contexts[1]:,} tokens"
-        timings.append(Timing(what, far, near, f"after {contexts[0]:,}", 1 / 1.5))
+        timings.append(Cost(what, far, near, f"after {contexts[0]:,}", 1 / 1.5))
     return timings
 
 

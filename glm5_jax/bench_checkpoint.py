@@ -50,10 +50,7 @@ class Rate(Timing):
 
     def __str__(self) -> str:
         ours, peer = (self.nbytes / seconds / 1e9 for seconds in (self.ours, self.peer))
-        text = f"{self.what}: {ours:.2f} GB/s, {self.peer_name}: {peer:.2f} GB/s; {self.ratio:.2f}x"
-        if self.goal is not None:
-            text += f", goal {self.goal:g}x {'reached' if self.reached else 'MISSED'}"
-        return text
+        return f"{self.what}: {ours:.2f} GB/s, {self.peer_name}: {peer:.2f} GB/s; {self.verdict}"
 
 
 def time_conversion(repeats: int) -> list[Timing]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from glm5_jax.bench import Timing, alternate
+from glm5_jax.bench import Cost, Timing, alternate
 from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 from glm5_jax.model import TextModel, load
 from glm5_jax.numerics.tracing import traced
@@ -31,7 +31,7 @@ def time_trace(repeats: int, tokens: int = 1024) -> list[Timing]:
         f"trace of stats, bench.json, 1×{tokens} float32, {_megabytes(stats)} beside the weights "
         f"({_megabytes(plain)} without)"
     )
-    return [Timing(what, ours, peer, "plain forward", 1 / 1.3)]
+    return [Cost(what, ours, peer, "plain forward", 1 / 1.3)]
 
 
 def _megabytes(call: jax.stages.Compiled) -> str:

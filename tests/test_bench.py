@@ -3,13 +3,21 @@
 import pytest
 
 from glm5_jax import bench, bench_gpu
-from glm5_jax.bench import Timing
+from glm5_jax.bench import Cost, Timing
 from glm5_jax.errors import ConfigError
 
 
 def test_a_timing_names_both_numbers_the_ratio_and_the_goal():
     line = str(Timing("work", 0.1, 2.0, "a peer", 15))
     assert line == "work: 100.0 ms, a peer: 2.00 s; 20.00x, goal 15x reached"
+
+
+def test_a_cost_is_so_many_times_as_long_as_the_peer():
+    line = str(Cost("work", 1.2, 1.0, "a peer", 1 / 1.3))
+    assert line == (
+        "work: 1.20 s, a peer: 1.00 s; 1.20 times as long, goal 1.3 times as long reached"
+    )
+    assert "MISSED" in str(Cost("work", 1.4, 1.0, "a peer", 1 / 1.3))
 
 
 def test_a_ratio_under_its_goal_is_missed_and_one_without_a_goal_is_not():
