@@ -35,7 +35,8 @@ def trace(
     ] = "full",
     dtype: Dtype = "stored",
     implementation: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What runs KDA's recurrence.")
+        str | None,
+        typer.Option(metavar="NAME", help="What runs KDA's recurrence and DSA's attention."),
     ] = None,
     stream: Stream = False,
     expert_group: ExpertGroup = None,
