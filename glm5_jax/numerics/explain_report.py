@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .explain import Explanation
-from .report import WIDTH, number
+from .report import number, terminal_width
 
 SHOWN = 6
 
@@ -65,12 +65,16 @@ def _nothing_wrong(found: Explanation) -> list[str]:
     return lines
 
 
-def to_text(found: Explanation, width: int = WIDTH, color: bool = False) -> str:
-    """The sentences, and the mistakes that come nearest."""
+def to_text(found: Explanation, color: bool = False) -> str:
+    """The sentences, and the mistakes that come nearest, as wide as the terminal."""
     out = io.StringIO()
     # In a notebook rich shows what it is to write to a file, and the file stays empty.
     console = Console(
-        file=out, width=width, force_terminal=color, force_jupyter=False, highlight=False
+        file=out,
+        width=terminal_width(),
+        force_terminal=color,
+        force_jupyter=False,
+        highlight=False,
     )
     for line in sentences(found):
         console.print(escape(line))
