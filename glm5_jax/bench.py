@@ -178,7 +178,7 @@ def bench_compile(repeats: int = 1) -> list[Timing]:
         jax.block_until_ready(forward(model, tokens))
         return time.perf_counter() - start
 
-    timings = []
+    timings: list[Timing] = []
     for what, jitted, goal in (
         ("first call layer by layer", False, 0.5),
         ("first call under one jit", True, None),
