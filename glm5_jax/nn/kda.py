@@ -14,7 +14,7 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
 from glm5_jax.nn.padding import Stretch, end_of_rows, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.placement import Placement
+from glm5_jax.nn.placement import Placement, place
 from glm5_jax.nn.quantized import Weight
 from glm5_jax.nn.record import Record, note, wants
 from glm5_jax.nn.types import Activations, Implementation, Mask, wide
@@ -92,7 +92,7 @@ class KDA(nnx.Module):
         columns = [linear(x, projection[...]) for projection in self._projections()]
         q, k, v = (
             self._by_head(causal_conv(h, taps))
-            for h, taps in zip(columns, split_conv(self.conv[...]), strict=True)
+            for h, taps in zip(columns, self._taps(), strict=True)
         )
         g, beta = self._gates(x)
         traced = wants(record, "state")
@@ -119,7 +119,7 @@ class KDA(nnx.Module):
         before = jnp.moveaxis(state.conv[:, depth:], 2, 0)
         q, k, v = (
             self._by_head(causal_conv(*inputs))
-            for inputs in zip(columns, split_conv(self.conv[...]), before, strict=True)
+            for inputs in zip(columns, self._taps(), before, strict=True)
         )
         g, beta = self._gates(x)
         if depth == 0:
@@ -196,6 +196,10 @@ class KDA(nnx.Module):
 
     def _projections(self) -> tuple[Weight, ...]:
         return self.q_proj, self.k_proj, self.v_proj
+
+    def _taps(self) -> list[Float[Array, "C K"]]:
+        # Whole, as they lie: XLA would cut the rows of all three as one axis, and then move them.
+        return [place(self.placement, taps, None, None) for taps in split_conv(self.conv[...])]
 
     def _gates(self, x: Activations) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
         """Log-decay and write strength."""

@@ -55,12 +55,14 @@ class Placement:
             cuts.pop()
         return PartitionSpec(*(cut or None for cut in cuts))
 
-    def place(self, x: Array | np.ndarray, *axes: str | None) -> Array:
+    def place(self, x: Any, *axes: str | None) -> Any:
         """`x`, cut by its logical axes: under `jax.jit` XLA is held to it, outside `x` moves.
 
-        A NumPy array must be the same in every process.
+        A NumPy array must be the same in every process. A shape gets its sharding.
         """
         sharding = NamedSharding(self.mesh, self.spec(x.shape, axes))
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x.update(sharding=sharding)
         if isinstance(x, jax.core.Tracer):
             return jax.lax.with_sharding_constraint(x, sharding)
         return jax.device_put(x, sharding)
