@@ -57,13 +57,48 @@ def meshes(presets):
         yield preset, jax.make_mesh(tuple(shape.values()), tuple(shape))
 
 
-def main(path: Path) -> dict:
+def continued(model, tokens):
+    """What `generate` adds to prompts of several lengths, drafting; two steps at least."""
+    prompts = [row[: 3 + 2 * n].tolist() for n, row in enumerate(tokens)]
+    return glm.generate(model, prompts, max_new_tokens=4, draft_tokens=1).tokens.tolist()
+
+
+def differing(ours, theirs):
+    """The sites of one trace that the other lacks, or has otherwise."""
+
+    def same(one, other):
+        if one.dtype.kind != "f":
+            return (one == other).all()
+        scale = np.abs(np.nan_to_num(one, neginf=0)).max()  # −inf: nothing to choose there
+        return np.allclose(one, other, rtol=0, atol=1e-11 * scale)
+
+    return [
+        name
+        for name in sorted({*ours, *theirs})
+        if name not in ours or name not in theirs or not same(ours[name], theirs[name])
+    ]
+
+
+def narrow(path, tokens):
+    """In float32, of weights that stay in their codes: distance in parts of the scale."""
+    _, mesh = next(meshes(["ep"]))
+    one, other = (
+        np.asarray(jax.jit(lambda model, tokens: model(tokens))(model, tokens))
+        for model in (glm.load(path), glm.load(path, mesh=mesh, rules="ep"))
+    )
+    return float(np.abs(one - other).max() / np.abs(one).max())
+
+
+def main(path: Path, quantized: Path) -> dict:
     """By preset, how far the logits are from those of one device, and what a device holds."""
     tokens = np.random.default_rng().integers(0, 224, (8, LENGTH))
-    logits, choices = jax.jit(whole)(glm.load(path, dtype="float64"), tokens)
+    mask = np.arange(LENGTH) >= np.arange(8)[:, None]
+    alone = glm.load(path, dtype="float64", mtp=True)
+    logits, choices = jax.jit(whole)(alone, tokens)
+    added, trace = continued(alone, tokens), glm.trace(alone, tokens, mask)
     found = {}
     for preset, mesh in meshes(PRESETS):
-        model = glm.load(path, dtype="float64", mesh=mesh, rules=preset)
+        model = glm.load(path, dtype="float64", mtp=True, mesh=mesh, rules=preset)
         got, chosen = jax.jit(whole)(model, tokens)
         found[preset] = {
             "errors": [float(jnp.abs(got - logits).max())],
@@ -79,11 +114,17 @@ def main(path: Path) -> dict:
         }
         if preset != "fsdp":
             found[preset]["collectives"] = collectives(model, tokens)
+        found[preset]["generated"] = continued(model, tokens) == added
         if preset == "tp_ep":
             again = jax.jit(cached)(model, tokens)
             found[preset]["errors"].append(float(jnp.abs(again - logits).max()))
-    return {"scale": float(jnp.abs(logits).max()), "presets": found}
+            found[preset]["traced"] = differing(trace, glm.trace(model, tokens, mask))
+    return {
+        "scale": float(jnp.abs(logits).max()),
+        "narrow": narrow(quantized, tokens),
+        "presets": found,
+    }
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(Path(sys.argv[1]))))
+    print(json.dumps(main(*map(Path, sys.argv[1:]))))

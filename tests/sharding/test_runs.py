@@ -27,11 +27,13 @@ def runs(tmp_path_factory):
     text["layer_types"] = [*text["layer_types"][:2], "deepseek_sparse_attention"]
     for key in ("mlp_layer_types", "indexer_types"):
         text[key] = text[key][:3]
-    path = make_tiny(tmp_path_factory.mktemp("model") / "m", config, dtype="float32")
+    at = tmp_path_factory.mktemp("model")
+    path = make_tiny(at / "m", config, dtype="float32")
+    quantized = make_tiny(at / "fp8", config, dtype="float32", quantization="fp8")
     script = Path(__file__).with_name("runs.py")
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_X64": "1"}
     done = subprocess.run(
-        [sys.executable, script, path], env=os.environ | settings, capture_output=True, text=True
+        [sys.executable, script, path, quantized], env=os.environ | settings, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -42,7 +44,16 @@ def test_logits_and_choices_are_those_of_one_device(runs, preset):
     found = runs["presets"][preset]
     assert found["parts"] == PARTS[preset]
     assert found["choices"]
+    assert found["generated"]
     assert max(found["errors"]) <= 1e-12 * runs["scale"]
+
+
+def test_a_trace_is_that_of_one_device(runs):
+    assert runs["presets"]["tp_ep"]["traced"] == []
+
+
+def test_quantised_experts_in_float32_are_as_close_as_rounding(runs):
+    assert 0 < runs["narrow"] <= 1e-5
 
 
 # The embedding, three mixers, a dense MLP, two shared experts, two layers of routed ones.
