@@ -297,6 +297,13 @@ def bench_indexer(repeats: int = 5) -> list[Timing]:
     return time_indexer(repeats)
 
 
+def bench_dispatch(repeats: int = 5) -> list[Timing]:
+    """Experts on other devices: tokens gathered and sums scattered, against other ways."""
+    from glm5_jax.bench_dispatch import time_dispatch
+
+    return time_dispatch(repeats)
+
+
 def bench_prefill(repeats: int = 1) -> list[Timing]:
     """32,768 tokens through one DSA layer: time against half as many, and memory."""
     from glm5_jax.bench_sparse import time_prefill
@@ -316,6 +323,7 @@ BENCHES: dict[str, Callable[..., list[Timing]]] = {
     "decode": bench_decode,
     "sparse-mla": bench_sparse_mla,
     "indexer": bench_indexer,
+    "dispatch": bench_dispatch,
     "trace": bench_trace,
     "convert": bench_convert,
 }

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from glm5_jax.sharding import Axes, ShardingRules, parts_of
 

@@ -4,9 +4,7 @@ A process of its own: how many devices a CPU stands for is settled when JAX begi
 """
 
 import json
-import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import jax
@@ -14,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import glm5_jax as glm
+from glm5_jax.bench_dispatch import collectives
 
 PRESETS = {
     "tp": {"tensor": 8},
@@ -39,15 +38,11 @@ def cached(model, tokens):
     return jnp.concatenate([first, last[:, None]], axis=1)
 
 
-def collectives(model, tokens):
-    """What devices tell each other in one step of decoding: [kind, shape, how often]."""
+def moved(model, tokens):
+    """What devices send each other in one step of decoding: [kind, shape, how often]."""
     cache = jax.jit(lambda model: model.init_cache(len(tokens), LENGTH))(model)
     step = jax.jit(glm.TextModel.decode).lower(model, tokens[:, 0], cache).compile()
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    # What XLA sends in one message has the shape of all of it: `(f64[8,1,48], f64[8,1,3,48])`.
-    lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", step.as_text())
-    found = Counter((k, shape) for s, k in lines for shape in re.findall(r"\w+\[[\d,]*\]", s))
-    return [[kind, shape, n] for (kind, shape), n in found.items()]
+    return [[kind, shape, n] for (kind, shape), n in collectives(step).items()]
 
 
 def meshes(presets):
@@ -113,7 +108,7 @@ def main(path: Path, quantized: Path) -> dict:
             },
         }
         if preset != "fsdp":
-            found[preset]["collectives"] = collectives(model, tokens)
+            found[preset]["moved"] = moved(model, tokens)
         found[preset]["generated"] = continued(model, tokens) == added
         if preset == "tp_ep":
             again = jax.jit(cached)(model, tokens)

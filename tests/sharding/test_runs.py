@@ -33,7 +33,10 @@ def runs(tmp_path_factory):
     script = Path(__file__).with_name("runs.py")
     settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_X64": "1"}
     done = subprocess.run(
-        [sys.executable, script, path, quantized], env=os.environ | settings, capture_output=True, text=True
+        [sys.executable, script, path, quantized],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -82,5 +85,5 @@ AROUND_EXPERTS = {
     ],
 )
 def test_a_step_of_decoding_moves_activations_and_nothing_else(runs, preset, moved):
-    found = runs["presets"][preset]["collectives"]
+    found = runs["presets"][preset]["moved"]
     assert {(kind, shape): n for kind, shape, n in found} == moved
