@@ -25,6 +25,14 @@ def clamped_swiglu(
     return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
 
 
+def split_gate_up(h: Float[Array, "*b 2*I"]) -> list[Float[Array, "*b I"]]:
+    """Gate and up of a product with both, the gate first.
+
+    Both have one shape, so the other order would pass every check but the numbers.
+    """
+    return jnp.split(h, 2, axis=-1)
+
+
 class SwiGLU(nnx.Module):
     """The dense MLP, also the shared expert: `down(clamped_swiglu(gate x, up x))`."""
 
@@ -162,7 +170,7 @@ class Experts(nnx.Module):
         def expert(index: Int[Array, ""], rows: Float[Array, "n X"]) -> Float[Array, "n X"]:
             # The slices are copies anyway: side by side they make one product of twice the size.
             both = jnp.concatenate([self.gate_proj[index], self.up_proj[index]])
-            gate, up = jnp.split(linear(rows, both), 2, axis=-1)
+            gate, up = split_gate_up(linear(rows, both))
             return linear(clamped_swiglu(gate, up, self.limit), self.down_proj[index])
 
         tokens = x.reshape(-1, x.shape[-1])

@@ -9,6 +9,7 @@ from glm5_jax.nn.ffn import (
     clamped_swiglu,
     route,
     router_logits,
+    split_gate_up,
     weigh,
 )
 from glm5_jax.numerics.mistakes_planting import instead_of
@@ -94,6 +95,13 @@ def router_in_bfloat16(x, weight):
 def correction_bias_in_bfloat16(logits, bias, **kwargs):
     """The correction bias is rounded to bfloat16: of some 7, nothing below 0.03 is left."""
     return route(logits, bias.astype(jnp.bfloat16).astype(bias.dtype), **kwargs)
+
+
+@instead_of(split_gate_up)
+def experts_gate_and_up_swapped(h):
+    """The halves of the routed experts' stacks are taken in the order up, gate."""
+    gate, up = split_gate_up(h)
+    return [up, gate]
 
 
 @instead_of(weigh)

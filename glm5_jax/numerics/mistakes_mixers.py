@@ -73,6 +73,12 @@ def dt_bias_ignored(f, A_log, dt_bias, lower_bound):
     return kda_gate(f, A_log, jnp.zeros_like(dt_bias), lower_bound)
 
 
+@instead_of(kda_gate)
+def dt_bias_transposed(f, A_log, dt_bias, lower_bound):
+    """The flat bias is read as if the heads of one channel lay side by side."""
+    return kda_gate(f, A_log, dt_bias.reshape(f.shape[-1], f.shape[-2]).T, lower_bound)
+
+
 @instead_of(input_gate)
 def write_strength_of_one(logits):
     """Every key replaces all that it finds: beta is not applied."""

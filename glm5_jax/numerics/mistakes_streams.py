@@ -78,6 +78,18 @@ def sinkhorn_one_iteration_fewer(logits, iterations, eps):
     return sinkhorn(logits, iterations - 1, eps)
 
 
+@instead_of(sinkhorn)
+def comb_transposed_where_made(*args):
+    """`comb` leaves Sinkhorn's iteration transposed, and is transposed once more where applied."""
+    return jnp.swapaxes(sinkhorn(*args), -1, -2)
+
+
+@instead_of(sinkhorn)
+def comb_logits_transposed(logits, *args):
+    """The logits of `comb` are read column by column."""
+    return sinkhorn(jnp.swapaxes(logits, -1, -2), *args)
+
+
 @instead_of(mean_streams)
 def streams_summed_at_the_end(streams):
     """A sum and no mean: the final norm hides all of it but its eps."""

@@ -212,6 +212,13 @@ PLANTS: dict[str, Plant] = {
     "sinkhorn_one_iteration_fewer": Plant(
         "layers.0.attn.comb", lambda kinds, _: set_all(kinds.connections, hc_sinkhorn_iters=2)
     ),
+    "comb_transposed_where_made": Plant(
+        "layers.0.attn.comb", connection((r"return post, comb,", "return post, comb.mT,"))
+    ),
+    "comb_logits_transposed": Plant(
+        "layers.0.attn.comb",
+        connection((r"(comb_w \* comb_scale \+ comb_b)", r"(\1).mT")),
+    ),
     "streams_summed_at_the_end": Plant(
         "final.mean", lambda kinds, _: rewrite(kinds.text.hc_head, "forward", ("mean", "sum"))
     ),
@@ -253,6 +260,13 @@ PLANTS: dict[str, Plant] = {
     "dt_bias_ignored": Plant(
         "layers.0.attn.g",
         lambda kinds, _: change_weight(kinds.kda.forget_gate.dt_bias, torch.zeros_like),
+    ),
+    "dt_bias_transposed": Plant(
+        "layers.0.attn.g",
+        lambda kinds, _: change_weight(
+            kinds.kda.forget_gate.dt_bias,
+            lambda bias: bias.view(kinds.kda.head_dim, kinds.kda.num_heads).T.flatten(),
+        ),
     ),
     "write_strength_of_one": Plant(
         "layers.0.attn.beta",
@@ -385,6 +399,12 @@ PLANTS: dict[str, Plant] = {
         "layers.1.ffn.router.scores",
         lambda kinds, _: change_weight(
             kinds.router.e_score_correction_bias, lambda bias: bias.bfloat16().float()
+        ),
+    ),
+    "experts_gate_and_up_swapped": Plant(
+        "layers.1.ffn.experts",
+        lambda kinds, _: change_weight(
+            kinds.experts.gate_up_proj, lambda w: torch.cat(w.chunk(2, dim=1)[::-1], dim=1)
         ),
     ),
     "routed_layer_taken_for_dense": Plant(
