@@ -9,11 +9,11 @@ complete survives a kill, see `staging`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,30 +23,18 @@ from ..errors import CheckpointError
 from ..specs import LAYER_PREFIX
 from .audit import AuditReport, audit_checkpoint
 from .bind import BoundLeaf, bind, passthrough
-from .conveyor import Digest, Hashers, Job, Promise, convey
-from .database import Database
+from .company import ALONE, check_process, distributed_process
 from .dtypes import dtype_word
-from .items import Index, Item, Piece, bound_items, carried_items
+from .groups import Progress, group_items, write_groups
+from .items import Item, bound_items, carried_items
 from .layouts import released_prefix
-from .ledger import (
-    FORMAT,
-    LedgerHeader,
-    LedgerLine,
-    LedgerSource,
-    package_versions,
-    tree_keys,
-)
+from .ledger import FORMAT, LedgerHeader, package_versions
 from .match import MTP_REASON, Layers, resolve_layers
 from .orbax import is_orbax, stored_leaves
 from .reader import Checkpoint, companions, open_checkpoint
 from .staging import CONFIG, Staging, is_placed
 
-# Arrays of a layer that are finished together; what a kill costs is at most one such group.
-GROUP_BYTES = 2**30
-
 LAYERS_REASON = "not of the layers asked for"
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,8 +43,9 @@ class ConvertReport:
 
     `leaves` are those of the parameter tree, `passthrough` the tensors carried beside it, `bytes`
     both. `not_carried` names, by reason, the source tensors that are in neither. `cast` counts
-    leaves whose dtype changed, `resumed` the groups that an earlier, interrupted run had finished.
-    `seconds` is for this run.
+    leaves whose dtype changed. `resumed` counts the groups of arrays that were there already when
+    this process came, by an interrupted run or by another process, `elsewhere` those that another
+    process wrote meanwhile; `written` are the bytes of the rest, and `seconds` is for this run.
     """
 
     destination: Path
@@ -66,6 +55,8 @@ class ConvertReport:
     bytes: int
     cast: int
     resumed: int
+    elsewhere: int
+    written: int
     seconds: float
     audit: AuditReport
     not_carried: dict[str, list[str]] = field(default_factory=dict)
@@ -75,14 +66,18 @@ class ConvertReport:
 
     def to_text(self) -> str:
         """The report for a terminal."""
-        rate = self.bytes / max(self.seconds, 1e-9) / 1e6
+        rate = self.written / max(self.seconds, 1e-9) / 1e6
+        took = f"{self.written:,} bytes in {self.seconds:.1f} s ({rate:,.0f} MB/s)"
+        total = "" if self.written == self.bytes else f"{self.bytes:,} bytes; here "
         lines = [
             f"{self.destination}: {self.leaves:,} leaves and {self.passthrough:,} tensors passed "
-            f"through, {self.bytes:,} bytes in {self.seconds:.1f} s ({rate:,.0f} MB/s)",
+            f"through, {total}{took}",
             f"dtype {self.dtype} · {self.cast:,} leaves cast",
         ]
         if self.resumed:
-            lines.append(f"continued: {self.resumed:,} groups were finished by an earlier run")
+            lines.append(f"continued: {self.resumed:,} groups were finished before")
+        if self.elsewhere:
+            lines.append(f"together: {self.elsewhere:,} groups were written by other processes")
         lines += [f"not carried {len(names):,}: {why}" for why, names in self.not_carried.items()]
         return "\n".join(lines)
 
@@ -96,6 +91,7 @@ def convert(
     force: bool = False,
     allow_bf16: bool = False,
     progress: Progress | None = None,
+    process: tuple[int, int] | None = None,
 ) -> ConvertReport:
     """Convert a safetensors checkpoint into an Orbax directory that plain Orbax restores.
 
@@ -110,10 +106,18 @@ def convert(
     (`reader.COMPANIONS`) lie beside the arrays. An interrupted conversion leaves nothing at `dst`,
     and the same call continues it.
 
-    Raises CheckpointError before any work if the source is incomplete or `dst` is in the way.
+    process: (index, count) of this process among several that make `dst` together, all called with
+    the same arguments, on machines that share its file system and its locks (see `company`). By
+    default that of a `jax.distributed` run, and without one the only process. Which arrays a
+    process writes is not fixed: each takes what is left, also what one that ended left unfinished.
+    All return when `dst` is complete, and the last of them waits 30 s for one that never came.
+
+    Raises CheckpointError before any work if the source is incomplete, if `dst` is in the way, or
+    if other processes are at work on it otherwise than this one.
     """
     started = time.monotonic()
     dtype = dtype_word(dtype)
+    this = distributed_process() or ALONE if process is None else check_process(*process)
     src, dst = Path(src), Path(dst).resolve()
     _check_destination(src, dst, force)
     checkpoint = open_checkpoint(src)
@@ -138,17 +142,21 @@ def convert(
         versions=package_versions(),
     )
     config_bytes = (checkpoint.directory / CONFIG).read_bytes()
-    identity = _identity(checkpoint, header, config_bytes)
-    staging = Staging(dst, identity, header, config_bytes, restart=force)
-    resumed = len(staging.finished)
+    source = _source_identity(checkpoint, config_bytes)
+    identity = _identity(header, groups) | source
+    staging = Staging(dst, identity, header, config_bytes, this, restart=force)
+    written: list[str] = []
     try:
+        resumed = len(groups) if staging.placed else len(staging.finished())
         if not staging.placed:
-            _write(staging, checkpoint, groups, progress)
-            _check_unchanged(checkpoint, identity, header, config_bytes)
-            stored = [item for item in items if item.pieces]
-            beside = [checkpoint.directory / name for name in companions(checkpoint.directory)]
-            _check_merged(staging.merge([item.path for item in stored], beside), stored)
-            staging.place()
+            written = write_groups(staging, checkpoint, groups, progress)
+        with staging.finishing():
+            if not staging.placed:
+                _check_unchanged(checkpoint, source, config_bytes)
+                stored = [item for item in items if item.pieces]
+                beside = [checkpoint.directory / name for name in companions(checkpoint.directory)]
+                _check_merged(staging.merge([item.path for item in stored], beside), stored)
+                staging.place()
     finally:
         staging.close()
     return ConvertReport(
@@ -159,6 +167,8 @@ def convert(
         bytes=sum(item.nbytes for item in items),
         cast=cast,
         resumed=resumed,
+        elsewhere=len(groups) - resumed - len(written),
+        written=sum(item.nbytes for group in written for item in groups[group]),
         seconds=time.monotonic() - started,
         audit=report,
         not_carried=_left_behind(checkpoint, config, bound, carried, mtp),
@@ -204,159 +214,6 @@ def _left_behind(
     return {reason: sorted(names) for reason, names in left.items()}
 
 
-def group_items(items: list[Item]) -> dict[str, list[Item]]:
-    """Arrays that are finished together: of one layer, in order, up to `GROUP_BYTES` of them."""
-    groups: dict[str, list[Item]] = {}
-    unit, size, part = "", 0, 0
-    for item in items:
-        own = _unit(item.path)
-        if own != unit:
-            unit, size, part = own, 0, 0
-        elif size + item.nbytes > GROUP_BYTES:
-            size, part = 0, part + 1
-        size += item.nbytes
-        groups.setdefault(unit if not part else f"{unit} ({part + 1})", []).append(item)
-    return groups
-
-
-def _unit(path: str) -> str:
-    """What an array is finished with: its layer, the MTP block, what is carried, or the rest."""
-    first, *rest = tree_keys(path)
-    if first == "layers":
-        return f"layer {rest[0]}"
-    return first if rest else "outside the layers"
-
-
-def _write(
-    staging: Staging,
-    checkpoint: Checkpoint,
-    groups: dict[str, list[Item]],
-    progress: Progress | None,
-) -> None:
-    """Write all groups that are not finished yet."""
-    total = sum(item.nbytes for members in groups.values() for item in members)
-    written = 0
-
-    def advance(group: str, nbytes: int) -> None:
-        nonlocal written
-        written += nbytes
-        if progress is not None:
-            progress(written, total, group)
-
-    def jobs() -> Iterator[Job]:
-        for number, (group, members) in enumerate(groups.items()):
-            if group in staging.finished:
-                advance(group, sum(item.nbytes for item in members))
-                continue
-            database = Database(staging.begin(number))
-            databases.append(database)
-            writers = [_Writer(staging, checkpoint, hashers, database, item) for item in members]
-            for writer in writers:
-                yield from writer.jobs(functools.partial(advance, group))
-            yield Job(
-                nbytes=0,
-                read=lambda: None,
-                use=lambda _: (),
-                done=functools.partial(_finish, staging, number, group, writers),
-            )
-
-    hashers = Hashers()
-    databases: list[Database] = []
-    try:
-        convey(jobs())
-    finally:
-        hashers.close()
-        for database in databases:
-            database.settle()
-
-
-def _finish(staging: Staging, number: int, group: str, writers: list[_Writer]) -> None:
-    staging.finish(number, group, [writer.line() for writer in writers])
-
-
-class _Writer:
-    """One array on its way to the disk, with the hashes of its ledger line."""
-
-    def __init__(
-        self,
-        staging: Staging,
-        checkpoint: Checkpoint,
-        hashers: Hashers,
-        database: Database,
-        item: Item,
-    ):
-        self.staging = staging
-        self.checkpoint = checkpoint
-        self.database = database
-        self.item = item
-        self.sources = [Digest(hashers) for _ in item.origins]
-        # An untransformed array hashes like its source.
-        self.same = len(item.origins) == 1 and not item.cast
-        self.stored = self.sources[0] if self.same else Digest(hashers)
-        self.array: Any = None
-
-    def jobs(self, advance: Callable[[int], None]) -> Iterator[Job]:
-        """What is to be done for each piece; there is none of an array without elements."""
-        item = self.item
-        if not item.pieces:
-            return  # Orbax refuses it; the ledger says all there is to say
-        chunk = item.piece_shape
-        self.array = self.database.create(item.path, item.shape, item.dtype, chunk)
-        for index in item.pieces:
-            nbytes = item.piece_bytes(index)
-            yield Job(
-                nbytes=item.held_bytes(index),
-                read=functools.partial(item.read, self.checkpoint, index),
-                use=functools.partial(self.use, index),
-                done=functools.partial(advance, nbytes),
-            )
-
-    def use(self, index: Index, piece: Piece) -> list[Promise]:
-        """Hash a piece and write it."""
-        promises: list[Promise] = [
-            self.sources[number].update(array) for number, array in piece.sources
-        ]
-        if not self.same:
-            promises.append(self.stored.update(piece.array))
-        try:
-            written = self.array.result()[index].write(
-                piece.array, can_reference_source_data_indefinitely=True
-            )
-        except (OSError, ValueError) as error:
-            raise self.staging.stopped(self.item.path, error) from error
-        return [*promises, _Written(self.staging, self.item.path, written)]
-
-    def line(self) -> LedgerLine:
-        """The ledger line, once all pieces are written."""
-        item = self.item
-        sources = tuple(
-            LedgerSource(
-                tensor.name, tensor.file, tensor.dtype, tensor.shape, digest.hexdigest(), rows
-            )
-            for (tensor, rows), digest in zip(item.origins, self.sources, strict=True)
-        )
-        stored = self.stored.hexdigest()
-        return LedgerLine(item.path, item.dtype.name, item.shape, item.transform, stored, sources)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """A chunk that TensorStore writes; its error is ours."""
-
-    staging: Staging
-    path: str
-    future: Any
-
-    def done(self) -> bool:
-        return self.future.done()
-
-    def result(self) -> None:
-        try:
-            self.future.result()
-        except (OSError, ValueError) as error:
-            raise self.staging.stopped(self.path, error) from error
-
-
 def _check_merged(directory: Path, items: list[Item]) -> None:
     """What was merged is what was planned, by names, dtypes and shapes."""
     expected = {item.path: (item.shape, item.dtype) for item in items}
@@ -365,14 +222,22 @@ def _check_merged(directory: Path, items: list[Item]) -> None:
         raise CheckpointError(f"{directory}: {wrong[0]} was lost or changed while merging")
 
 
-def _identity(checkpoint: Checkpoint, header: LedgerHeader, config: bytes) -> dict[str, Any]:
-    """What must be the same for an interrupted conversion to be continued."""
-    identity: dict[str, Any] = {
+def _identity(header: LedgerHeader, groups: dict[str, list[Item]]) -> dict[str, Any]:
+    """What must be the same for processes to convert together, or for a later one to continue."""
+    plan = [[group, *(item.path for item in members)] for group, members in groups.items()]
+    return {
         "format": header.format,
         "dtype": header.dtype,
         "layers": header.layers,
         "mtp": header.mtp,
         "leaves": header.leaves,
+        "plan": hashlib.sha256(json.dumps(plan).encode()).hexdigest(),
+    }
+
+
+def _source_identity(checkpoint: Checkpoint, config: bytes) -> dict[str, Any]:
+    """What tells that the source is still the same, and not the same as another."""
+    identity: dict[str, Any] = {
         "source directory": str(checkpoint.directory.resolve()),
         "source config.json": hashlib.sha256(config).hexdigest(),
     }
@@ -388,12 +253,10 @@ def _identity(checkpoint: Checkpoint, header: LedgerHeader, config: bytes) -> di
     return identity
 
 
-def _check_unchanged(
-    checkpoint: Checkpoint, identity: dict[str, Any], header: LedgerHeader, config: bytes
-) -> None:
+def _check_unchanged(checkpoint: Checkpoint, begun: dict[str, Any], config: bytes) -> None:
     """The source files are those that they were when the conversion began."""
-    for key, now in _identity(checkpoint, header, config).items():
-        if identity[key] != now:
+    for key, now in _source_identity(checkpoint, config).items():
+        if begun[key] != now:
             raise CheckpointError(
                 f"{checkpoint.directory}: {key.removeprefix('source ')} changed while it was "
                 f"converted; force (--force) starts over"

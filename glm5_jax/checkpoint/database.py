@@ -7,14 +7,19 @@ whole, so it would hold all of a stack of experts, and a second time while it en
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
-from collections.abc import Iterable
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .company import distributed_process
 from .ledger import tree_keys
 
 STATE = "state"
@@ -93,21 +98,50 @@ def _database_spec(directory: Path) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}}
 
 
-def write_tree(directory: Path, paths: Iterable[str]) -> None:
-    """Let Orbax write a tree with arrays of those paths, and take its (empty) arrays out again."""
-    from orbax.checkpoint import v1 as ocp
-
+def nested_tree(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree that Orbax is given, of arrays by path."""
     tree: dict[str, Any] = {}
-    for path in paths:
+    for path, array in arrays.items():
         node = tree
         *parents, last = tree_keys(path)
         for key in parents:
             node = node.setdefault(key, {})
-        node[last] = np.zeros(1, np.uint8)
-    ocp.save(directory, tree)
+        node[last] = array
+    return tree
+
+
+def write_tree(directory: Path, paths: Iterable[str]) -> None:
+    """Let Orbax write a tree with arrays of those paths, and take its (empty) arrays out again."""
+    save = save_tree if distributed_process() is None else _save_tree_apart
+    save(str(directory), list(paths))
     for entry in (directory / STATE).iterdir():
         if entry != directory / TREE:
             remove(entry)
+
+
+def save_tree(directory: str, paths: list[str]) -> None:
+    """Have Orbax save arrays of one byte at those paths."""
+    from orbax.checkpoint import v1 as ocp
+
+    ocp.save(directory, nested_tree(dict.fromkeys(paths, np.zeros(1, np.uint8))))
+
+
+def _save_tree_apart(directory: str, paths: list[str]) -> None:
+    """`save_tree` in a process of its own, which is in no `jax.distributed` run.
+
+    In one, Orbax saves only if all processes do at once, and here each can be the one that does.
+    """
+    script = f"import json, sys; from {__name__} import save_tree; save_tree(*json.load(sys.stdin))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=json.dumps([directory, paths]),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OSError(f"Orbax: {done.stderr.strip().rpartition(chr(10))[2]}")
 
 
 def merge_databases(databases: list[Path], parent: Path) -> None:

@@ -1,24 +1,30 @@
 """The Orbax directory while it is being written: nothing that restores until all of it is there.
 
 Beside the destination lies ``DEST.converting``. Each group of arrays is a database of its own in
-it, which restores under no name; a journal says which groups are complete, so that a rerun keeps
-them and drops whatever a killed run left half-written. To finish, Orbax writes the tree, the groups
-(as hard links) are merged below it, and the result is renamed into place: at every moment there is
-either all of the old destination, or all of the new one.
+it, which restores under no name; beside it lies what the group adds to the ledger, the end of which
+says that the group is complete, so that a rerun keeps it and drops whatever a killed run left
+half-written. To finish, Orbax writes the tree, the groups (as hard links) are merged below it, and
+the result is renamed into place: at every moment there is either all of the old destination, or all
+of the new one.
+
+Several processes may share the work: each claims groups by holding their ledger lines, which are
+free again when it ends, and whoever is first when all are complete merges and places them.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..errors import CheckpointError
+from .company import COMPANY, Company, Process
 from .database import STATE, merge_databases, one_line, remove, write_tree
 from .durable import flush, flush_entry
 from .ledger import LEDGER, LedgerHeader, LedgerLine
@@ -26,7 +32,9 @@ from .manifest import write_manifest
 
 CONFIG = "config.json"
 JOURNAL = "journal.jsonl"
+LATE_SECONDS = 30.0  # that the last process stays for one which has not come yet
 _FINISHING = "finishing"
+_COMPLETE = b'{"complete":true}\n'
 
 
 def unfinished_directory(dst: Path) -> Path:
@@ -37,20 +45,19 @@ def unfinished_directory(dst: Path) -> Path:
 def is_placed(dst: Path) -> bool:
     """Whether `dst` is what a conversion put there that was killed before it had cleaned up."""
     try:
-        with open(unfinished_directory(dst) / JOURNAL, "rb") as journal:
-            records = _read_journal(journal)
+        records = _read_journal(unfinished_directory(dst))
         return bool(records) and records[-1].content.get("placed") == dst.stat().st_ino
     except OSError:
         return False
 
 
 class Staging:
-    """An unfinished conversion that this process holds; `finished` are the groups it has already.
+    """An unfinished conversion that this process works on, alone or as one of several.
 
     `identity` says what is converted and how. An unfinished conversion of another identity is
-    refused, or dropped with `restart`. `placed` tells that nothing is left to do but to clean up.
-    Raises CheckpointError for the former, and when another process is at work on the same
-    destination.
+    refused, or dropped with `restart`. Raises CheckpointError for the former, for a destination
+    that was made meanwhile, and for processes at work on it that do not convert the same, are not
+    as many as this one was told, or are this one already.
     """
 
     def __init__(
@@ -59,98 +66,135 @@ class Staging:
         identity: Mapping[str, Any],
         header: LedgerHeader,
         config: bytes,
+        process: Process,
         restart: bool = False,
     ):
         self.dst = dst
         self.root = unfinished_directory(dst)
-        self.finished: set[str] = set()
-        self.placed = False
-        self._journal = self._hold()
+        self._company = Company(self.root, process)
+        self._claims: dict[int, IO[bytes]] = {}
         identity = json.loads(json.dumps(identity))
         try:
-            if not self._resume(identity, restart):
-                self._begin(identity, header, config)
+            with self._company.meeting():
+                if other := self._company.enter():
+                    raise CheckpointError(self._in_the_way(other))
+                begun = _read_journal(self.root)
+                if self._company.others():
+                    self._check_same(begun, identity)
+                elif not self._resume(begun, identity, restart):
+                    self._begin(identity, header, config, restart)
         except OSError as error:
-            self._journal.close()
+            self._company.leave()
             raise self.stopped("the beginning", error) from error
         except BaseException:
-            self._journal.close()
+            self._company.leave()
             raise
 
-    def _hold(self) -> IO[bytes]:
-        """Open the journal and lock it: the lock goes with the process, however that ends."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            # Unbuffered, so that nothing is left over to be written when a write has failed.
-            journal = open(self.root / JOURNAL, "a+b", buffering=0)  # noqa: SIM115 - locked, open
-        except OSError as error:
-            reason = error.strerror or error
-            raise CheckpointError(f"{self.root}: cannot be written: {reason}") from None
-        try:
-            fcntl.flock(journal, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            journal.close()
-            raise CheckpointError(f"{self.dst}: another convert is writing it") from None
-        except OSError:
-            pass  # a file system without locks
-        return journal
+    @property
+    def placed(self) -> bool:
+        """Whether all of it is at the destination: nothing is left to do but to clean up."""
+        return is_placed(self.dst)
 
-    def _begin(self, identity: Mapping[str, Any], header: LedgerHeader, config: bytes) -> None:
-        self._drop_all_but({JOURNAL})
+    def _in_the_way(self, other: Process) -> str:
+        process = self._company.process
+        if other != process:
+            return f"{self.dst}: another convert is writing it, as {other}; this is {process}"
+        if process.count > 1:
+            return f"{self.dst}: process {process} is at work on it already"
+        return f"{self.dst}: another convert is writing it"
+
+    def _begin(
+        self, identity: Mapping[str, Any], header: LedgerHeader, config: bytes, restart: bool
+    ) -> None:
+        if os.path.lexists(self.dst) and not restart:
+            self._drop()
+            raise CheckpointError(f"{self.dst}: another convert has just made it")
+        (self.root / JOURNAL).write_bytes(b"")  # an unfinished conversion, and of nothing else
+        self._drop_all_but({COMPANY, self._company.presence, JOURNAL})
         (self.root / CONFIG).write_bytes(config)
-        (self.root / LEDGER).write_text(header.encode(), encoding="utf-8")
-        self._journal.truncate(0)
+        (self.root / LEDGER).write_bytes(header.encode().encode())
+        flush(self.root)
         self._write_journal(identity)
 
-    def _resume(self, identity: Mapping[str, Any], restart: bool) -> bool:
+    def _resume(self, records: list[_Record], identity: Mapping[str, Any], restart: bool) -> bool:
         """Take up what an earlier run completed; False if there is nothing to take up."""
-        records = _read_journal(self._journal)
         if not records:
             return False
         begun = records[0].content
         if begun != identity:
             if restart:
                 return False
-            if is_placed(self.dst):
+            if self.placed:
                 raise CheckpointError(f"{self.dst}: exists already; force (--force) replaces it")
             raise CheckpointError(
                 f"{self.root}: an unfinished conversion that differs in "
                 f"{_difference(begun, identity)}; force (--force) drops it and starts over"
             )
-        groups = [record for record in records if "group" in record.content]
-        complete = {record.content["directory"] for record in groups}
-        self.placed = is_placed(self.dst)
-        if not self.placed:
-            if not complete or not complete <= {entry.name for entry in self.root.iterdir()}:
-                return False
-            self._journal.truncate(groups[-1].end)
-            self._drop_all_but({JOURNAL, LEDGER, CONFIG, *complete})
-            os.truncate(self.root / LEDGER, groups[-1].content["ledger_bytes"])
-        self.finished = {record.content["group"] for record in groups}
+        if self.placed:
+            return True
+        complete = {_group_name(number) for number in self.finished()}
+        if not complete or not complete <= {entry.name for entry in self.root.iterdir()}:
+            return False
+        lines = {_lines_name(group) for group in complete}
+        own = {COMPANY, self._company.presence, JOURNAL, LEDGER, CONFIG}
+        self._drop_all_but({*own, *complete, *lines})
         return True
 
-    def begin(self, number: int) -> Path:
-        """The empty directory of a group's database."""
+    def _check_same(self, records: list[_Record], identity: Mapping[str, Any]) -> None:
+        """This process does what those do that are there already."""
+        begun = records[0].content if records else {}
+        if begun != identity:
+            raise CheckpointError(
+                f"{self.dst}: process {self._company.process} differs from those at work on it in "
+                f"{_difference(begun, identity)}; start all of them alike"
+            )
+
+    def finished(self) -> set[int]:
+        """Numbers of the groups that are complete, whoever wrote them."""
+        files = self.root.glob(_lines_name("group-*"))
+        return {int(file.stem.split("-")[1]) for file in files if _read_lines(file) is not None}
+
+    def claim(self, number: int) -> Path | None:
+        """The empty directory of a group's database, which is this process's to write.
+
+        None if another process is writing it or has written it.
+        """
         directory = self.root / _group_name(number)
+        lines = self.root / _lines_name(directory.name)
         try:
+            claim = self._company.hold(lines.name)
+            if claim is None:
+                return None
+            if _read_lines(lines) is not None:
+                claim.close()
+                return None
+            self._claims[number] = claim
+            # A process that was killed may have left something.
+            claim.truncate(0)
+            remove(directory)
             directory.mkdir()
         except OSError as error:
             raise self.stopped(directory.name, error) from error
         return directory
 
     def finish(self, number: int, group: str, lines: Iterable[LedgerLine]) -> None:
-        """Write the ledger lines of a group whose arrays are written; it is complete then."""
+        """Write the ledger lines of a claimed group whose arrays are written; it is complete."""
         try:
-            with open(self.root / LEDGER, "ab") as ledger:
-                ledger.writelines(line.encode().encode() for line in lines)
-                ledger.flush()
-                os.fsync(ledger.fileno())
-                size = ledger.tell()
-            directory = _group_name(number)
-            self._write_journal({"group": group, "directory": directory, "ledger_bytes": size})
+            with self._claims.pop(number) as claim:
+                _append(claim, b"".join(line.encode().encode() for line in lines))
+                _append(claim, _COMPLETE)
         except OSError as error:
             raise self.stopped(group, error) from error
-        self.finished.add(group)
+
+    def wait(self, number: int) -> None:
+        """Wait until no other process is writing a group, complete or not."""
+        self._company.wait_for(_lines_name(_group_name(number))).close()
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """While no other process merges or places; `placed` tells whether one has."""
+        with self._company.wait_for("finishing.lock"):
+            yield
 
     def merge(self, paths: Iterable[str], beside: Iterable[Path] = ()) -> Path:
         """Make an Orbax directory of the groups, which hold the arrays of these paths.
@@ -163,11 +207,16 @@ class Staging:
             remove(merged)
             write_tree(merged, paths)
             databases = []
-            for number, group in enumerate(sorted(self.root.glob("group-*"))):
+            groups = [_group_name(number) for number in sorted(self.finished())]
+            for number, group in enumerate(groups):
                 databases.append(merged / STATE / f"ocdbt.process_{number}")
-                shutil.copytree(group, databases[-1], copy_function=_link_data)
+                shutil.copytree(self.root / group, databases[-1], copy_function=_link_data)
             merge_databases(databases, merged / STATE)
-            for file in (self.root / CONFIG, self.root / LEDGER, *beside):
+            with open(merged / LEDGER, "wb") as ledger:
+                ledger.write((self.root / LEDGER).read_bytes())
+                for group in groups:
+                    ledger.write(_read_lines(self.root / _lines_name(group)) or b"")
+            for file in (self.root / CONFIG, *beside):
                 shutil.copyfile(file, merged / file.name)
             write_manifest(merged)
             flush(merged)
@@ -179,18 +228,30 @@ class Staging:
         """Put what `merge` made at the destination, in one step."""
         merged = self.root / _FINISHING
         try:
-            self._write_journal({"placed": merged.stat().st_ino})
-            _place(merged, self.dst)
+            self._write_journal({"placed": merged.stat().st_ino}, after=1)
+            place_directory(merged, self.dst)
         except OSError as error:
             raise self.stopped("the whole", error) from error
-        self.placed = True
 
     def close(self) -> None:
-        """Let go of the conversion; an unfinished one stays, of a placed one nothing does."""
-        if self.placed:
-            self._drop_all_but({JOURNAL})  # which tells, until all else is gone, what all else is
-            shutil.rmtree(self.root, ignore_errors=True)
-        self._journal.close()
+        """Let go of the conversion; an unfinished one stays.
+
+        Of a placed one nothing does, when the last process has left, which waits a little for one
+        that has not come yet: it is to find that all is done, and not to start over.
+        """
+        for claim in self._claims.values():
+            claim.close()
+        latest = time.monotonic() + LATE_SECONDS
+        while self.placed:
+            with self._company.meeting():
+                if self._company.others():
+                    self._company.leave()  # still at the meeting: one of them is the last then
+                    break
+                if self._company.complete or time.monotonic() > latest:
+                    self._drop()
+                    break
+            time.sleep(0.1)
+        self._company.leave()
 
     def stopped(self, what: str, error: Exception) -> CheckpointError:
         """What to raise when something can't be written."""
@@ -199,42 +260,65 @@ class Staging:
             f"run the same conversion again to continue"
         )
 
+    def _write_journal(self, record: Mapping[str, Any], after: int = 0) -> None:
+        """Write a record after so many that are there, in the place of what came behind them."""
+        with open(self.root / JOURNAL, "ab", buffering=0) as journal:
+            journal.truncate(sum(record.size for record in _read_journal(self.root)[:after]))
+            _append(journal, json.dumps(record).encode() + b"\n")
+
+    def _drop(self) -> None:
+        self._drop_all_but({JOURNAL, COMPANY})  # until all else is gone, it tells what that is
+        self._drop_all_but({COMPANY})  # whoever comes waits for it
+        shutil.rmtree(self.root, ignore_errors=True)
+
     def _drop_all_but(self, kept: Collection[str]) -> None:
         for entry in list(self.root.iterdir()):
             if entry.name not in kept:
                 remove(entry)
 
-    def _write_journal(self, record: Mapping[str, Any]) -> None:
-        data = json.dumps(record).encode() + b"\n"
-        while data:
-            data = data[self._journal.write(data) :]
-        os.fsync(self._journal.fileno())
-
 
 class _Record(NamedTuple):
     content: dict[str, Any]
-    end: int
+    size: int
 
 
-def _read_journal(journal: IO[bytes]) -> list[_Record]:
-    """The records and where each ends in the file, up to one that is cut off or damaged."""
-    journal.seek(0)
+def _read_journal(root: Path) -> list[_Record]:
+    """The records of the journal, if there is one, up to one that is cut off or damaged."""
     records: list[_Record] = []
-    end = 0
-    for line in journal.read().splitlines(keepends=True):
-        end += len(line)
+    try:
+        data = (root / JOURNAL).read_bytes()
+    except FileNotFoundError:
+        return records
+    for line in data.splitlines(keepends=True):
         try:
             content = json.loads(line)
         except ValueError:
             break
         if not line.endswith(b"\n") or not isinstance(content, dict):
             break
-        records.append(_Record(content, end))
+        records.append(_Record(content, len(line)))
     return records
 
 
-def _group_name(number: int | str) -> str:
-    return f"group-{number:0>5}"
+def _append(file: IO[bytes], data: bytes) -> None:
+    """Write to the end of an unbuffered file, and have it on the disk."""
+    while data:
+        data = data[file.write(data) :]
+    os.fsync(file.fileno())
+
+
+def _read_lines(file: Path) -> bytes | None:
+    """The ledger lines of a complete group; None while it is not complete."""
+    data = file.read_bytes()
+    return data.removesuffix(_COMPLETE) if data.endswith(_COMPLETE) else None
+
+
+def _group_name(number: int) -> str:
+    return f"group-{number:05}"
+
+
+def _lines_name(group: str) -> str:
+    return f"{group}.jsonl"
 
 
 def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
@@ -272,8 +356,8 @@ def _exchange(one: Path, other: Path) -> None:
     os.rename(aside, one)
 
 
-def _place(directory: Path, dst: Path) -> None:
-    """Rename a directory to its destination, taking the place of what is there."""
+def place_directory(directory: Path, dst: Path) -> None:
+    """Rename a directory to its destination; what is there comes to lie in its old place."""
     if dst.exists():
         _exchange(directory, dst)
     else:

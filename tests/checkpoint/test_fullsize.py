@@ -10,9 +10,10 @@ import pytest
 
 from glm5_jax.checkpoint.audit import audit
 from glm5_jax.checkpoint.bind import bind, passthrough
-from glm5_jax.checkpoint.convert import GROUP_BYTES, convert, group_items
+from glm5_jax.checkpoint.convert import convert
 from glm5_jax.checkpoint.conveyor import PIECE_BYTES
 from glm5_jax.checkpoint.export_plan import plan_export
+from glm5_jax.checkpoint.groups import GROUP_BYTES, group_items
 from glm5_jax.checkpoint.items import bound_items, carried_items
 from glm5_jax.checkpoint.ledger import FORMAT, LedgerHeader, LedgerLine, LedgerSource
 from glm5_jax.checkpoint.reader import open_checkpoint

@@ -60,13 +60,13 @@ def watch(owner, name, times, late):
 prepare = {
     "at the beginning": lambda: watch(staging.Staging, "_write_journal", 1, late=False),
     "between groups": lambda: watch(staging.Staging, "finish", 4, late=True),
-    "inside a group": lambda: watch(staging.Staging, "begin", 4, late=True),
-    # The fifth record is that of the fourth group: its arrays and its lines are written.
-    "after the ledger": lambda: watch(staging.Staging, "_write_journal", 5, late=False),
+    "inside a group": lambda: watch(staging.Staging, "claim", 4, late=True),
+    # One for the journal and two for each group: its lines, and that it is complete.
+    "after the ledger": lambda: watch(staging, "_append", 9, late=False),
     "writing the tree": lambda: watch(staging, "write_tree", 1, late=True),
     "merging": lambda: watch(staging, "write_manifest", 1, late=False),
-    "renaming": lambda: watch(staging, "_place", 1, late=False),
-    "renamed": lambda: watch(staging, "_place", 1, late=True),
+    "renaming": lambda: watch(staging, "place_directory", 1, late=False),
+    "renamed": lambda: watch(staging, "place_directory", 1, late=True),
     "cleaning up": lambda: watch(staging.Staging, "_drop_all_but", 2, late=True),
 }[sys.argv[3]]
 print(os.waitstatus_to_exitcode(os.waitpid(child(prepare), 0)[1]))
@@ -76,9 +76,8 @@ AT_RANDOM = """
 draw, kills, expected, before = random.Random(int(sys.argv[4])), 0, None, []
 
 def finished():
-    journal = (left / "journal.jsonl").read_bytes() if left.exists() else b""
-    records = [json.loads(line) for line in journal.split(b"\\n")[1:-1]]
-    names = [record["directory"] for record in records if "group" in record]
+    lines = sorted(left.glob("group-*.jsonl"))
+    names = [file.stem for file in lines if file.read_bytes().endswith(staging._COMPLETE)]
     # A group that is written again has other files.
     return [(name, (left / name / "manifest.ocdbt").stat().st_mtime_ns) for name in names]
 
@@ -149,7 +148,7 @@ def test_killed_it_leaves_nothing_that_restores_and_a_rerun_continues(
     assert run(MOMENTS, tiny(), out, moment) == "-9"
     left = unfinished_directory(out)
     assert list(tmp_path.iterdir()) == [left]
-    groups = sorted(left.glob("group-*"))
+    groups = [path for path in sorted(left.glob("group-*")) if path.is_dir()]
     assert len(groups) >= (resumed or 0)
     unfinished = [left / "finishing"] if moment == "writing the tree" else []
     for path in (out, left, *groups[:1], *unfinished):
@@ -243,10 +242,10 @@ def test_a_damaged_journal_starts_over(interrupted, converted):
     assert (out / LEDGER).read_bytes() == (converted() / LEDGER).read_bytes()
 
 
-def test_a_record_without_its_end_was_not_written(interrupted, converted):
+def test_a_group_whose_lines_have_no_end_was_not_finished(interrupted, converted):
     source, out = interrupted
-    journal = unfinished_directory(out) / JOURNAL
-    journal.write_bytes(journal.read_bytes()[:-1])
+    lines = unfinished_directory(out) / "group-00001.jsonl"
+    lines.write_bytes(lines.read_bytes()[:-1])
     assert convert(source, out).resumed == 1
     assert (out / LEDGER).read_bytes() == (converted() / LEDGER).read_bytes()
 
