@@ -84,8 +84,13 @@ def convert(
     mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Convert the MTP layer.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
     allow_bf16: AllowBf16 = False,
+    process: Annotated[
+        str | None,
+        typer.Option(metavar="I/N", help="This is process I, from 0, of N that share the work."),
+    ] = None,
 ) -> None:
     """Convert safetensors into an Orbax directory; an interrupted run goes on where it stopped."""
+    from glm5_jax.checkpoint.company import parse_process
     from glm5_jax.checkpoint.convert import convert
 
     with progress_bar() as progress:
@@ -98,6 +103,7 @@ def convert(
             force=force,
             allow_bf16=allow_bf16,
             progress=progress,
+            process=None if process is None else parse_process(process),
         )
     print(report.to_text())
 
