@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .config import ModelConfig, load_config
     from .errors import CheckpointError, ConfigError, TraceError
     from .generation import generate
+    from .mesh_budget import device_budget
     from .model import TextModel, load
     from .numerics.compare import compare
     from .numerics.explain import explain
@@ -40,6 +41,7 @@ _HOME = {
     "audit": "checkpoint.audit",
     "compare": "numerics.compare",
     "convert": "checkpoint.convert",
+    "device_budget": "mesh_budget",
     "explain": "numerics.explain",
     "export": "checkpoint.export",
     "generate": "generation",
@@ -66,6 +68,7 @@ __all__ = [
     "audit",
     "compare",
     "convert",
+    "device_budget",
     "explain",
     "export",
     "generate",

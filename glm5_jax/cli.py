@@ -274,24 +274,83 @@ def budget(
     source: Annotated[
         Path, typer.Argument(metavar="CONFIG_OR_DIR", help="A config.json or its directory.")
     ],
-    dtype: Annotated[str, typer.Option(help="Dtype of the activations and caches.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Dtype of activations and caches, bfloat16 without. With --mesh of the weights, "
+            "stored without; also fp8, nvfp4_modelopt or nvfp4_compressed_tensors."
+        ),
+    ] = None,
     rewind: Annotated[int, typer.Option(help="Tokens that a cache can go back.")] = 0,
-    tokens: Annotated[int, typer.Option(help="Length of the sequence in the last line.")] = 131_072,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "--context", help="Length of a sequence.")
+    ] = 131_072,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=N,...", help="Bytes on each device of a mesh, and where it fits."
+        ),
+    ] = None,
+    rules: Annotated[
+        str | None,
+        typer.Option(metavar="tp|ep|tp_ep|fsdp", help="What a mesh cuts; tp_ep without."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences at a time; 1 without.")] = None,
+    mtp: Annotated[
+        bool | None, typer.Option("--mtp/--no-mtp", help="With the MTP head and its cache.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Print parameters and bytes of each role, and the state of one sequence."""
+    """Print parameters and bytes of each role, and the state of one sequence.
+
+    With --mesh the bytes on each device: weights, the state of a batch, what calls need besides.
+    """
     from glm5_jax.budget import budget_dict, budget_text
     from glm5_jax.config import load_config
 
+    if mesh is not None:
+        _print_device_budget(source, mesh, rules, dtype, tokens, batch, rewind, mtp, json)
+        return
+    for name, value in (("rules", rules), ("batch", batch), ("mtp", mtp)):
+        if value is not None:
+            raise ConfigError(f"--{name}: is for --mesh alone, which was not given")
     config = load_config(source)
+    activations = dtype or "bfloat16"
     if json:
-        print(_json(budget_dict(config, dtype, rewind, tokens)))
+        print(_json(budget_dict(config, activations, rewind, tokens)))
     else:
-        print(budget_text(config, dtype, rewind, tokens))
+        print(budget_text(config, activations, rewind, tokens))
     for lost in config.overridden:
         print(f"note: {lost}", file=sys.stderr)
     if config.defaulted:
         print(f"note: by default: {', '.join(config.defaulted)}", file=sys.stderr)
+
+
+def _print_device_budget(
+    source: Path,
+    mesh: str,
+    rules: str | None,
+    dtype: str | None,
+    context: int,
+    batch: int | None,
+    rewind: int,
+    mtp: bool | None,
+    json: bool,
+) -> None:
+    from glm5_jax.mesh_budget import device_budget, device_budget_dict, device_budget_text
+    from glm5_jax.sharding import parse_mesh
+
+    found = device_budget(
+        source,
+        parse_mesh(mesh),
+        rules,
+        dtype=dtype or "stored",
+        context=context,
+        batch=1 if batch is None else batch,
+        rewind=rewind,
+        mtp=bool(mtp),
+    )
+    print(_json(device_budget_dict(found)) if json else device_budget_text(found))
 
 
 @app.command("make-tiny")

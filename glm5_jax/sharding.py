@@ -58,6 +58,9 @@ class ShardingRules:
     expert_mlp, experts: the width of a routed expert, and which experts.
     batch: rows of a batch, in activations and caches. Where they are cut along the axis of the
     experts, the devices do different rows in the mixers and share their tokens in the experts.
+    sequence: the tokens of a row, in activations (context parallelism), where they come out even:
+    not in decoding, which has one. KDA passes its state on from one device to the next, DSA gathers
+    latents and index keys, experts on the same axis gather tokens as for `batch`. No preset has it.
     """
 
     vocab: str | Axes = ()
@@ -68,6 +71,7 @@ class ShardingRules:
     expert_mlp: str | Axes = ()
     experts: str | Axes = ()
     batch: str | Axes = "data"
+    sequence: str | Axes = ()
 
     def axes(self, logical: str | None) -> Axes:
         """The mesh axes of a logical axis, none for one that is never cut."""
@@ -81,6 +85,18 @@ class ShardingRules:
     def cuts(self, logical: str | None, mesh: MeshShape) -> Axes:
         """The axes of a mesh that cut a logical axis."""
         return tuple(axis for axis in self.axes(logical) if mesh.get(axis, 1) > 1)
+
+    def parts(self, logical: str, mesh: MeshShape) -> int:
+        """Into how many parts a mesh cuts a logical axis."""
+        return parts_of(self.cuts(logical, mesh), mesh)
+
+    def share(self, size: int, logical: str, mesh: MeshShape) -> int:
+        """How much of a dimension of an activation or a cache a device has.
+
+        All of it where it does not come out even: a batch of one row is whole on all devices.
+        """
+        parts = self.parts(logical, mesh)
+        return size // parts if size % parts == 0 else size
 
 
 _TENSOR = dict(vocab="tensor", heads="tensor", kda_heads="tensor", mlp="tensor")
@@ -141,6 +157,12 @@ def check_rules(rules: ShardingRules, config: ModelConfig, mesh: MeshShape) -> N
                     f"{field.name}: {config.dims[letter]} ({letter}) cannot be divided over "
                     f"{' × '.join(axes)} = {parts} devices; choose a divisor"
                 )
+    for other in ("batch", "vocab", "embed", "heads", "kda_heads", "mlp"):
+        if both := set(rules.axes("sequence")) & set(rules.axes(other)):
+            raise ConfigError(
+                f"sequence and {other} are both cut along {both.pop()}: tokens need a mesh axis of "
+                f"their own, or that of the experts"
+            )
     for leaf in leaves(config).values():
         cuts = [(name, logical) for logical in leaf.axes for name in rules.axes(logical)]
         for name, logical in cuts:
