@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .checkpoint.audit import audit
     from .checkpoint.convert import convert
     from .checkpoint.export import export
+    from .checkpoint.save import save
     from .checkpoint.tiny import make_tiny
     from .checkpoint.verify import verify
     from .config import ModelConfig, load_config
@@ -49,6 +50,7 @@ _HOME = {
     "load_config": "config",
     "make_tiny": "checkpoint.tiny",
     "parameter_budget": "budget",
+    "save": "checkpoint.save",
     "state_budget": "budget",
     "stream_layers": "streaming",
     "trace": "numerics.tracing",
@@ -76,6 +78,7 @@ __all__ = [
     "load_config",
     "make_tiny",
     "parameter_budget",
+    "save",
     "state_budget",
     "stream_layers",
     "trace",

@@ -10,22 +10,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-import numpy as np
 import typer
 
 from glm5_jax import cli_numerics
 from glm5_jax.cli_options import (
     AllowBf16,
+    Coordinator,
     Directory,
     Dtype,
     ExpertGroup,
     Json,
     Layers,
+    MeshSizes,
+    ProcessOf,
+    Rules,
     Seed,
     Stream,
     TokenIds,
     TokensFile,
     allow_float64,
+    load_options,
     progress_bar,
     runnable,
 )
@@ -165,22 +169,29 @@ def forward(
     ] = None,
     stream: Stream = False,
     expert_group: ExpertGroup = None,
+    mesh: MeshSizes = None,
+    rules: Rules = None,
+    coordinator: Coordinator = None,
+    process: ProcessOf = None,
 ) -> None:
     """Run the model: the likeliest next tokens at each position, or all logits."""
     from glm5_jax.config import load_config
+    from glm5_jax.processes import first_alone, on_host
     from glm5_jax.token_batch import is_npz, read_tokens, top_tokens, write_logits
     from glm5_jax.whole_file import check_place
 
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
+    options = load_options(mesh, rules, coordinator, process)
     if out is not None:
-        check_place(out, is_npz)
-    with runnable(directory, dtype, stream, expert_group) as run:
-        logits = np.asarray(run(batch, mask))
+        first_alone(lambda: check_place(out, is_npz))
+    with runnable(directory, dtype, stream, expert_group, options) as run:
+        logits = on_host(run(batch, mask))
     if out is None:
         for line in top_tokens(logits, batch, mask, top):
             print(line)
     else:
-        print(f"{write_logits(out, logits, batch, mask)}: logits {logits.shape}")
+        first_alone(lambda: write_logits(out, logits, batch, mask))
+        print(f"{out}: logits {logits.shape}")
 
 
 @app.command()
@@ -207,6 +218,10 @@ def generate(
     ] = None,
     dtype: Dtype = "stored",
     json: Json = False,
+    mesh: MeshSizes = None,
+    rules: Rules = None,
+    coordinator: Coordinator = None,
+    process: ProcessOf = None,
 ) -> None:
     """Continue a sequence, its tokens printed as they come; several are printed when all end."""
     from glm5_jax.config import load_config
@@ -228,12 +243,14 @@ def generate(
     allow_float64(dtype)
     from glm5_jax.generation import generate
     from glm5_jax.model import load
+    from glm5_jax.processes import first_alone
     from glm5_jax.sampling import make_sampling
 
     try:
         make_sampling(temperature, top_k, top_p, seed)  # before the weights are read
     except ValueError as error:
         raise CheckpointError(str(error)) from error
+    options = load_options(mesh, rules, coordinator, process)
     text = None if tokenizer is None else TextStream(tokenizer)
 
     def show(row: int, token: int) -> None:
@@ -242,7 +259,7 @@ def generate(
     streamed = len(batch) == 1 and not json
     try:
         generation = generate(
-            load(directory, dtype=dtype, mtp=draft > 0),
+            load(directory, dtype=dtype, mtp=draft > 0, **options),
             batch,
             mask,
             max_new_tokens=max_new,
@@ -266,7 +283,7 @@ def generate(
     else:
         for i, row in enumerate(generation.rows):
             print(f"[{i}]", *row)
-    print(generation.stats, file=sys.stderr)
+    first_alone(lambda: print(generation.stats, file=sys.stderr))
 
 
 @app.command()
@@ -393,7 +410,7 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]...",
-            help="forward, kda, compile, decode, sparse-mla, indexer, trace, convert; "
+            help="forward, kda, compile, decode, sparse-mla, indexer, dispatch, trace, convert; "
             "or all. rehearsal and prefill only by their names.",
         ),
     ] = None,

@@ -7,13 +7,18 @@ from typing import Annotated, cast
 import typer
 
 from glm5_jax.cli_options import (
+    Coordinator,
     Directory,
     Dtype,
     ExpertGroup,
     Json,
+    MeshSizes,
+    ProcessOf,
+    Rules,
     Stream,
     TokenIds,
     TokensFile,
+    load_options,
     runnable,
 )
 from glm5_jax.errors import CheckpointError, TraceError
@@ -40,24 +45,30 @@ def trace(
     ] = None,
     stream: Stream = False,
     expert_group: ExpertGroup = None,
+    mesh: MeshSizes = None,
+    rules: Rules = None,
+    coordinator: Coordinator = None,
+    process: ProcessOf = None,
 ) -> None:
     """Run the model and write what it computes on the way, site by site, into one file."""
     from glm5_jax.config import load_config
     from glm5_jax.numerics.trace import Reduce, is_trace
     from glm5_jax.numerics.tracing import trace
+    from glm5_jax.processes import first_alone
     from glm5_jax.token_batch import read_tokens
     from glm5_jax.whole_file import check_place
 
     batch, mask = read_tokens(tokens, tokens_file, load_config(directory).vocab_size)
-    check_place(out, is_trace)
-    with runnable(directory, dtype, stream, expert_group) as model:
+    options = load_options(mesh, rules, coordinator, process)
+    first_alone(lambda: check_place(out, is_trace))
+    with runnable(directory, dtype, stream, expert_group, options) as model:
         try:
             found = trace(model, batch, mask, keep or "*", cast(Reduce, reduce), implementation)
         except (ValueError, NotImplementedError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise TraceError(str(error)) from error
-    print(f"{found.save(out)}: {found}")
+    first_alone(lambda: print(f"{found.save(out)}: {found}"))
 
 
 def compare(

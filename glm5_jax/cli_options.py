@@ -1,11 +1,13 @@
 """What commands share: their options, a model that they can run, progress on stderr."""
 
+import math
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,9 +21,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from glm5_jax.errors import CheckpointError
+from glm5_jax.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from glm5_jax.model import TextModel
     from glm5_jax.streaming import LayerStream
 
@@ -55,21 +59,99 @@ TokensFile = Annotated[
 ]
 
 
+MeshSizes = Annotated[
+    str | None,
+    typer.Option("--mesh", metavar="tensor=8", help="Spread the model over so many devices."),
+]
+Rules = Annotated[
+    str | None,
+    typer.Option(metavar="tp|ep|tp_ep|fsdp", help="With --mesh: how it is cut; tp_ep without."),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT|auto",
+        help="Run in several processes: where the first is found. Slurm and MPI know: auto.",
+    ),
+]
+ProcessOf = Annotated[
+    str | None,
+    typer.Option("--process", metavar="I/N", help="This is process I, from 0, of N."),
+]
+
+
+def load_options(
+    mesh: str | None, rules: str | None, coordinator: str | None, process: str | None
+) -> dict[str, Any]:
+    """What `load` takes of the devices to run on, in one process or several, which it joins.
+
+    Of several the first alone prints from then on.
+    """
+    from glm5_jax.sharding import find_rules, parse_mesh
+
+    if (coordinator in (None, "auto")) != (process is None):
+        raise CheckpointError("expected --coordinator HOST:PORT and --process I/N, or neither")
+    if mesh is None:
+        if rules is not None or coordinator is not None:
+            name = "--coordinator" if rules is None else "--rules"
+            raise CheckpointError(f"{name}: needs a --mesh of the devices to run on")
+        return {}
+    sizes, found = parse_mesh(mesh), find_rules(rules)
+    if coordinator is not None:
+        _join(coordinator, process)
+    return {"mesh": _make_mesh(sizes), "rules": found}
+
+
+def _join(coordinator: str, process: str | None) -> None:
+    from glm5_jax.checkpoint.company import check_process, parse_process
+    from glm5_jax.processes import is_first, join
+
+    if process is None:
+        join(coordinator)
+    else:
+        one = check_process(*parse_process(process))
+        join(coordinator, one.index, one.count)
+    if not is_first():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
+
+
+def _make_mesh(sizes: dict[str, int]) -> "Mesh":
+    import jax
+
+    needed, there = math.prod(sizes.values()), jax.device_count()
+    # A process without a device in the mesh could not run what the others do.
+    if needed > there or (needed < there and jax.process_count() > 1):
+        asked = ",".join(f"{name}={size}" for name, size in sizes.items())
+        hint = f"; for a trial JAX_NUM_CPU_DEVICES={needed} makes a CPU so many"
+        raise ConfigError(
+            f"--mesh {asked}: needs {needed} devices, there are {there}"
+            f"{hint if jax.default_backend() == 'cpu' else ''}"
+        )
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
+
+
 @contextmanager
 def runnable(
-    directory: Path, dtype: str, stream: bool, expert_group: int | None
+    directory: Path,
+    dtype: str,
+    stream: bool,
+    expert_group: int | None,
+    options: dict[str, Any],
 ) -> "Iterator[TextModel | LayerStream]":
     """What a command runs: the model, or with `stream` one that is read meanwhile.
 
-    Of that, stderr shows the progress, and at the end what it took.
+    `options` are those of `load_options`. Of a stream, stderr shows the progress, and at the end
+    what it took.
     """
     if expert_group is not None and not stream:
         raise CheckpointError("--expert-group: is for --stream alone, which was not given")
+    if stream and options:
+        raise CheckpointError("--stream: runs on one device, expected no --mesh beside it")
     allow_float64(dtype)
     if not stream:
         from glm5_jax.model import load
 
-        yield load(directory, dtype=dtype)
+        yield load(directory, dtype=dtype, **options)
         return
     from glm5_jax.memory import peak_memory
     from glm5_jax.streaming import EXPERT_GROUP, stream_layers

@@ -30,7 +30,7 @@ from .dtypes import dtype_word
 from .export_plan import CODES, Decoded, ExportPlan, Run, plan_export
 from .ledger import LEDGER, LedgerHeader, LedgerLine, read_ledger
 from .manifest import check_manifest
-from .orbax import require_orbax
+from .orbax import require_converted
 from .reader import companions
 from .staging import CONFIG
 from .writer import SHARD_BYTES, TensorFiles, whole_directory
@@ -94,7 +94,7 @@ def export(
         raise CheckpointError(f"naming: expected 'released' or 'native', got {naming!r}")
     if shard_bytes < 1:
         raise CheckpointError(f"shard_bytes: expected a positive number, got {shard_bytes}")
-    directory, dst = require_orbax(Path(src)), Path(dst).absolute()
+    directory, dst = require_converted(Path(src)), Path(dst).absolute()
     if dst.resolve().is_relative_to(directory):
         raise CheckpointError(f"{dst}: lies inside the source {src}; choose another destination")
     config = load_config(directory)

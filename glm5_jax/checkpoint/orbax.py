@@ -11,7 +11,8 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .database import TREE, one_line, open_array, pieces_of
-from .ledger import tree_path
+from .ledger import LEDGER, tree_path
+from .manifest import MANIFEST
 from .reader import ORBAX_MARKER
 from .staging import JOURNAL, unfinished_directory
 
@@ -48,7 +49,7 @@ def is_orbax(path: Path) -> bool:
     return path.is_dir() and any((path / name).exists() for name in _MARKERS)
 
 
-def require_orbax(path: Path) -> Path:
+def require_converted(path: Path) -> Path:
     """The absolute path of an Orbax directory; CheckpointError if it is none."""
     if not is_orbax(path):
         if path.is_dir() and any(path.glob("*.safetensors")):
@@ -58,6 +59,11 @@ def require_orbax(path: Path) -> Path:
             )
         why = f"no {ORBAX_MARKER} in it" if path.is_dir() else "it is a file"
         raise CheckpointError(f"{path}: not an Orbax directory ({why})")
+    if not any((path / name).exists() for name in (LEDGER, MANIFEST)):
+        raise CheckpointError(
+            f"{path}: has no ledger, so that nothing can be compared with its source or traced "
+            f"back to it: `convert` writes one, `save` has no source and writes none"
+        )
     return path.resolve()
 
 

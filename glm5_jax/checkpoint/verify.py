@@ -16,7 +16,7 @@ from .conveyor import Digest, Hashers, Job, convey
 from .database import one_line, open_array, pieces_of
 from .ledger import LEDGER, LedgerLine, read_ledger
 from .manifest import check_manifest
-from .orbax import leaf_paths, require_orbax
+from .orbax import leaf_paths, require_converted
 
 Progress = Callable[[int, int, str], None]
 
@@ -43,9 +43,9 @@ def verify(
     Every leaf is read by plain TensorStore, in pieces, and hashed; so is every small file.
     With `quick` only what is there is compared: names, dtypes, shapes and file sizes. `progress`
     is called with (bytes read, bytes in all, leaf). Raises CheckpointError if `dst` is no Orbax
-    directory at all; whatever else is wrong is a problem of the report.
+    directory at all, or one that `save` wrote; whatever else is wrong is a problem of the report.
     """
-    directory = require_orbax(Path(dst))
+    directory = require_converted(Path(dst))
     problems = list(check_manifest(directory, quick))
     try:
         header, ledger = read_ledger(directory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from ..inputs import checked_inputs
 from ..model import TextModel
 from ..nn.record import Recorder, Wanted
 from ..nn.types import GivenMask, Implementation, Mask, Tokens
+from ..processes import on_host
 from ..streaming import LayerStream
 from .sites import OFF_TOKENS, Keep, chosen_sites, real_positions
 from .trace import Reduce, Trace, complete_meta, sample_indices, versions
@@ -45,16 +46,16 @@ def trace(
     """
     tokens, known = checked_inputs(tokens, mask, model.config.vocab_size)
     wanted = _wanted(model, keep, reduce)
-    sites: dict[str, np.ndarray | jax.Array] = {}
+    sites: dict[str, Any] = {}
 
     def take(name: str, value: jax.Array) -> None:
         # What is small may stay where it is until all has been asked for.
-        sites[name] = np.asarray(value) if reduce == "full" else value
+        sites[name] = on_host(value) if reduce == "full" else value
 
     record = Recorder(take, wanted, None if np.all(known) else known)
     model(tokens, known, record=record, implementation=implementation)
     return Trace(
-        {name: np.asarray(value) for name, value in sites.items()},
+        sites if reduce == "full" else jax.tree.map(on_host, sites),
         np.asarray(tokens, np.int32),
         np.asarray(known),
         complete_meta(_metadata(model, implementation), reduce),

@@ -1,0 +1,83 @@
+"""Several processes that run one model: how they find each other, and what they tell each other.
+
+The engine is JAX's own (`jax.distributed`). Whoever runs a model in several processes calls the
+same functions with the same arguments in each of them; every process gets the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+
+from .errors import CheckpointError, ConfigError
+
+HEARTBEAT_SECONDS = 30
+"""Time without a sign of life of a process after which the others end."""
+_LINE_BYTES = 1024
+
+
+def join(coordinator: str, process: int | None = None, processes: int | None = None) -> None:
+    """Make this process number `process` of so many; returns when all of them are there.
+
+    `coordinator` is HOST:PORT, where process 0 can be reached, or `auto`: JAX finds out all three
+    under Slurm, Open MPI and the like. If a process dies, JAX ends the others, with its message and
+    a status that is not 0, at most `HEARTBEAT_SECONDS` later.
+
+    Raises:
+        ConfigError: one line, where they do not find each other.
+    """
+    try:
+        jax.distributed.initialize(
+            None if coordinator == "auto" else coordinator,
+            processes,
+            process,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"{coordinator}: {' '.join(str(error).split())}") from error
+
+
+def on_host(x: jax.Array) -> np.ndarray:
+    """All of an array in every process, also of one that is cut over the devices of several."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return process_allgather(x, tiled=True)
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes for all."""
+    return jax.process_index() == 0
+
+
+def first_alone(step: Callable[[], object]) -> None:
+    """Let process 0 do what is done once for all, while the others wait for it.
+
+    Raises:
+        CheckpointError: one line, in every process, where the step raises it, or OSError.
+    """
+    problem = ""
+    if is_first():
+        try:
+            step()
+        except CheckpointError as error:
+            problem = str(error)
+        except OSError as error:
+            where = f"{error.filename}: " if error.filename else ""
+            problem = f"{where}{error.strerror or error}"
+    _raise_together(problem)
+
+
+def _raise_together(problem: str) -> None:
+    """Raise CheckpointError in all processes if one of them has a problem, which "" is not."""
+    if jax.process_count() > 1:
+        line = np.zeros(_LINE_BYTES, np.uint8)
+        raw = np.frombuffer(problem.encode()[:_LINE_BYTES], np.uint8)
+        line[: raw.size] = raw
+        lines = (bytes(line).rstrip(b"\0") for line in process_allgather(line))
+        problem = next((line.decode(errors="ignore") for line in lines if line), "")
+    if problem:
+        raise CheckpointError(problem)
