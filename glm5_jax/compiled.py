@@ -26,8 +26,12 @@ def _take(recorder: Recorder, name: str, reduced: jax.Array) -> None:
     recorder.take(f"{recorder.scope}{name}", reduced)
 
 
-def compiled(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(
+    *static: str, donated: tuple[int, ...] = ()
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make a step one `jax.jit` call; the arguments named `static` are keywords, and constants.
+
+    What stands at the places `donated` gives its memory to the results, and is gone.
 
     The step takes `record` as its last keyword. It is called, with what the step recorded and in
     that order, once the compiled call returns: arrays outside an outer `jax.jit`, tracers inside.
@@ -46,7 +50,7 @@ def compiled(*static: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
             return step(*args, **options, record=record), sites
 
         run.__name__ = step.__name__  # as profiles and logs of compilations call it
-        jitted = jax.jit(run, static_argnames=(*static, "wanted"))
+        jitted = jax.jit(run, static_argnames=(*static, "wanted"), donate_argnums=donated)
 
         @functools.wraps(step)
         def call(*args: Any, record: Record | None = None, **options: Any) -> Any:

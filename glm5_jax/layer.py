@@ -80,9 +80,14 @@ class DecoderLayer(nnx.Module):
         selection: Selection | None = None,
         record: Record | None = None,
         implementation: Implementation = None,
+        donate: bool = False,
     ) -> tuple[Streams, Selection | None, LayerState]:
-        """As a call, for the tokens of `stretch` after those that `state` remembers."""
-        streams, (chosen, after) = _mix_on(
+        """As a call, for the tokens of `stretch` after those that `state` remembers.
+
+        With `donate` the new state takes the place of the given one in memory.
+        """
+        mix = _mix_in_place if donate else _mix_on
+        streams, (chosen, after) = mix(
             *(self.attn_hc, self.attn_norm, self.attn, streams, stretch, state, selection),
             eps=self.eps,
             implementation=implementation,
@@ -129,8 +134,7 @@ def _mix(
     return _leave("dsa", y, streams, site, record), chosen
 
 
-@compiled("eps", "implementation")
-def _mix_on(
+def _advance_mixer(
     hc: HyperConnection,
     norm: nnx.Param,
     attn: KDA | DSA,
@@ -154,6 +158,10 @@ def _mix_on(
         y, chosen, after = attn.advance(x, stretch, state, selection, record, implementation)
     name = "kda" if isinstance(attn, KDA) else "dsa"
     return _leave(name, y, streams, site, record), (chosen, after)
+
+
+_mix_on = compiled("eps", "implementation")(_advance_mixer)
+_mix_in_place = compiled("eps", "implementation", donated=(5,))(_advance_mixer)  # its `state`
 
 
 @compiled("eps")
