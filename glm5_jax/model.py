@@ -24,6 +24,7 @@ from glm5_jax.layer import DecoderLayer
 from glm5_jax.mtp import MTPHead
 from glm5_jax.nn.dsa import DSA
 from glm5_jax.nn.ffn import Experts
+from glm5_jax.nn.indexer import Indexer
 from glm5_jax.nn.kda import KDA
 from glm5_jax.nn.linear import full_precision
 from glm5_jax.nn.mhc import mean_streams
@@ -109,7 +110,7 @@ class TextModel(nnx.Module):
         for _, module in nnx.iter_graph(self):
             if isinstance(module, Experts):
                 module.spread = Spread.of(module, placement)
-            elif isinstance(module, TextModel | KDA | DSA):
+            elif isinstance(module, TextModel | KDA | DSA | Indexer):
                 module.placement = placement
 
     @property
@@ -138,10 +139,9 @@ class TextModel(nnx.Module):
                 is outside the vocabulary. Values are checked where they are known, which is outside
                 `jax.jit`; inside, a token outside the vocabulary makes its logits NaN.
         """
-        tokens, mask = (
-            place(self.placement, x, "batch", None)
-            for x in checked_inputs(tokens, mask, self.config.vocab_size)
-        )
+        tokens, mask = checked_inputs(tokens, mask, self.config.vocab_size)
+        tokens = place(self.placement, tokens, "batch", "sequence")
+        mask = place(self.placement, mask, "batch", None)
         table, M = self.embed_tokens[...], self.config.hc_mult
         streams = embed_streams(table, tokens, streams=M, record=record)
         layers = zip(self.skeleton.layers, self.layers, strict=True)
@@ -177,6 +177,7 @@ class TextModel(nnx.Module):
         *,
         record: Record | None = None,
         implementation: Implementation = None,
+        donate: bool = False,
     ) -> tuple[Activations, Cache]:
         """The hidden states `[B, T, X]` of more tokens, after the final norm, and the new cache.
 
@@ -186,8 +187,9 @@ class TextModel(nnx.Module):
         of one call of the whole.
 
         Outside `jax.jit` each layer is a call of its own, compiled once per kind of layer and shape
-        of `tokens`, wherever in the sequence it stands; the given cache stays valid. To update it
-        in place, wrap the step in `jax.jit` and donate the cache.
+        of `tokens`, wherever in the sequence it stands; the given cache stays valid, unless
+        `donate` lets the new one take its place in memory, layer after layer. Under an outer
+        `jax.jit` that donates the cache, that is so without.
 
         `record` is called at the sites around every sublayer and for each selection, of slots of
         the cache; what it gets is left-aligned. `implementation` is for this call.
@@ -205,7 +207,7 @@ class TextModel(nnx.Module):
         tokens, first, stretch = _left_aligned(tokens, mask, cache.lengths)
         stretch = jax.tree.map(lambda x: place(self.placement, x, None), stretch)
         _check_room(stretch, cache.capacity)
-        tokens = place(self.placement, tokens, "batch", None)
+        tokens = place(self.placement, tokens, "batch", "sequence")
         table, M = self.embed_tokens[...], self.config.hc_mult
         streams = embed_streams(table, tokens, streams=M, record=record)
         selection: Selection | None = None
@@ -214,14 +216,16 @@ class TextModel(nnx.Module):
             shared = selection if plan.indexer == "shared" else None
             trace = scoped(record, f"layers.{plan.index}")
             streams, chosen, state = layer.advance(
-                *(streams, stretch, state, shared, trace), implementation or self.implementation
+                *(streams, stretch, state, shared, trace),
+                implementation or self.implementation,
+                donate,
             )
             selection = selection if chosen is None else chosen
             states.append(state)
         hidden = _final_hidden(
             streams, self.norm[...], stretch, first, self.config.rms_norm_eps, cache.capacity
         )
-        return hidden, replace(
+        return place(self.placement, hidden, "batch", "sequence", None), replace(
             cache,
             lengths=stretch.start + stretch.count,
             kept=jnp.minimum(cache.kept + stretch.count, cache.depth),
@@ -235,9 +239,12 @@ class TextModel(nnx.Module):
         mask: GivenMask | None = None,
         *,
         implementation: Implementation = None,
+        donate: bool = False,
     ) -> tuple[Logits, Cache]:
         """The logits `[B, T, vocab]` of more tokens, and the cache after them: see `advance`."""
-        hidden, cache = self.advance(tokens, cache, mask, implementation=implementation)
+        hidden, cache = self.advance(
+            tokens, cache, mask, implementation=implementation, donate=donate
+        )
         return _head(hidden, self.lm_head[...]), cache
 
     def decode(

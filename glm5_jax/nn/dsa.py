@@ -17,7 +17,7 @@ from glm5_jax.nn.linear import full_precision, linear
 from glm5_jax.nn.norms import rms_norm
 from glm5_jax.nn.padding import Stretch, mask_padding
 from glm5_jax.nn.params import Params
-from glm5_jax.nn.placement import Placement
+from glm5_jax.nn.placement import Placement, gather_tokens
 from glm5_jax.nn.record import Record, note
 from glm5_jax.nn.types import Activations, Implementation, Mask, Selection, wide
 from pallas_kernels.sparse_mla import sparse_mla_decode
@@ -140,7 +140,14 @@ class DSA(nnx.Module):
 
         if implementation == "reference" or x.shape[1] <= MASKED_UP_TO * selection.shape[-1]:
             k, v = expand_latent(latent, self.kv_b_proj[...], self.heads, self.nope)
-            o = selected_attention(self._queries(qr, self.q_b_proj[...]), k, v, selection)
+            q, own = self._queries(qr, self.q_b_proj[...]), selected_attention
+            if self.placement is not None:
+                spec = self.placement.spec
+                queries = spec(q.shape, ("batch", "sequence", "heads", None))
+                keys = spec(k.shape, ("batch", None, "heads", None))
+                chosen = spec(selection.shape, ("batch", "sequence", None))
+                own = self.placement.over(own, (queries, keys, keys, chosen), queries)
+            o = own(q, k, v, selection)
         else:
             o = self._attend_selected(qr, latent, selection, implementation)
         note(record, "o", o)
@@ -182,9 +189,10 @@ class DSA(nnx.Module):
         return linear(o.reshape(*x.shape[:2], -1), self.o_proj[...]), selection, cache
 
     def _latents(self, x: Activations) -> tuple[Float[Array, "B T Rq"], Float[Array, "B T R"]]:
-        """The latent that queries come from, and that of keys and values."""
+        """The latent that queries come from, and that of keys and values, of all tokens."""
         qr = rms_norm(linear(x, self.q_a_proj[...]), self.q_a_norm[...], self.eps)
-        return qr, rms_norm(linear(x, self.kv_a_proj[...]), self.kv_a_norm[...], self.eps)
+        latent = rms_norm(linear(x, self.kv_a_proj[...]), self.kv_a_norm[...], self.eps)
+        return qr, gather_tokens(self.placement, latent)
 
     def _queries(
         self, qr: Float[Array, "B T Rq"], q_b: Float[Array, "_ Rq"]
@@ -222,10 +230,11 @@ class DSA(nnx.Module):
             return map_queries(attend, QUERY_BLOCK, qr, selection)
 
         if self.placement is not None:
-            spec, B = self.placement.spec, len(qr)
-            row, head = spec((B,), ("batch",)), spec((self.heads,), ("heads",))
-            o = spec((B, 1, self.heads), ("batch", None, "heads"))
-            own = self.placement.over(own, (row, row, row, head, head), o)
+            spec, (B, T) = self.placement.spec, qr.shape[:2]
+            row, token = (spec((B, T), ("batch", tokens)) for tokens in (None, "sequence"))
+            head = spec((self.heads,), ("heads",))
+            o = spec((B, T, self.heads), ("batch", "sequence", "heads"))
+            own = self.placement.over(own, (token, row, token, head, head), o)
         return own(qr, latent, selection, q_b, kv_b)
 
 

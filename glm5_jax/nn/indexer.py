@@ -23,6 +23,7 @@ from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import layer_norm
 from glm5_jax.nn.padding import Stretch, write_rows
 from glm5_jax.nn.params import Params
+from glm5_jax.nn.placement import Placement, gather_tokens
 from glm5_jax.nn.record import Record, note, wants
 from glm5_jax.nn.types import Activations, Mask, Selection, wide
 
@@ -278,6 +279,7 @@ class Indexer(nnx.Module):
         self.weights_proj = params("weights_proj")
         self.compress_gate = params("compress_gate")
         self.ape = params("ape")
+        self.placement: Placement | None = None
 
     def __call__(
         self, x: Activations, qr: Float[Array, "B T Rq"], mask: Mask, record: Record | None = None
@@ -334,13 +336,21 @@ class Indexer(nnx.Module):
         weights: Float[Array, "B T HI"],
         seen: Int[Array, "B T"],
     ) -> Int[Array, "B T C"]:
-        """The pools of each query, a block of queries after the other."""
+        """The pools of each query, a block of queries after the other; of each device its own."""
         P = self.ape.shape[0]
 
-        def choose(queries, weights, seen):
-            return best_pools(queries, pooled, weights, seen, P, self.top_k // P)
+        def own(pooled, queries, weights, seen):
+            def choose(queries, weights, seen):
+                return best_pools(queries, pooled, weights, seen, P, self.top_k // P)
 
-        return map_queries(choose, QUERY_BLOCK, queries, weights, seen)
+            return map_queries(choose, QUERY_BLOCK, queries, weights, seen)
+
+        if self.placement is not None:
+            row, token = (
+                self.placement.spec(seen.shape, ("batch", tokens)) for tokens in (None, "sequence")
+            )
+            own = self.placement.over(own, (row, token, token, token), token)
+        return own(pooled, queries, weights, seen)
 
     def _queries(
         self, x: Activations, qr: Float[Array, "B T Rq"]
@@ -350,6 +360,7 @@ class Indexer(nnx.Module):
         return queries, head_weights(linear(x, self.weights_proj[...]))
 
     def _keys(self, x: Activations) -> tuple[Float[Array, "B T DI"], Float[Array, "B T DI"]]:
-        """Keys and pool gates."""
+        """Keys and pool gates, of all tokens: a pool is wherever a query looks for it."""
         keys = layer_norm(linear(x, self.wk[...]), self.k_norm_weight[...], self.k_norm_bias[...])
-        return keys, linear(x, self.compress_gate[...])
+        gates = linear(x, self.compress_gate[...])
+        return gather_tokens(self.placement, keys), gather_tokens(self.placement, gates)

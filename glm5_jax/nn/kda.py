@@ -10,15 +10,17 @@ from jaxtyping import Array, Float, Int
 
 from glm5_jax.cache import KDAState, Replay
 from glm5_jax.config import ModelConfig
+from glm5_jax.nn.context import columns_before, last_columns
 from glm5_jax.nn.linear import linear
 from glm5_jax.nn.norms import gated_rms_norm
 from glm5_jax.nn.padding import Stretch, end_of_rows, mask_padding, shift_tokens
 from glm5_jax.nn.params import Params
 from glm5_jax.nn.placement import Placement, place
-from glm5_jax.nn.quantized import Weight
 from glm5_jax.nn.record import Record, note, wants
 from glm5_jax.nn.types import Activations, Implementation, Mask, wide
+from glm5_jax.sharding import Axes
 from pallas_kernels.kda import chunk_kda, kda_gate, recurrent_kda
+from pallas_kernels.kda.context import context_kda
 
 
 def split_conv(weight: Float[Array, "C3 K"]) -> list[Float[Array, "C K"]]:
@@ -89,16 +91,13 @@ class KDA(nnx.Module):
         real token), `o` (of the recurrence, which `implementation` runs).
         """
         x = mask_padding(x, mask)
-        columns = [linear(x, projection[...]) for projection in self._projections()]
-        q, k, v = (
-            self._by_head(causal_conv(h, taps))
-            for h, taps in zip(columns, self._taps(), strict=True)
-        )
+        columns = self._columns(x)
+        B, _, C = columns[0].shape
+        q, k, v = self._convolved(columns, jnp.zeros((B, self.conv.shape[1] - 1, 3, C), x.dtype))
         g, beta = self._gates(x)
         traced = wants(record, "state")
-        run = functools.partial(chunk_kda, output_final_state=traced, implementation=implementation)
         lengths = end_of_rows(mask) if traced else None
-        o, state = self._recur(run, (q, k, v, g, beta), None, lengths)
+        o, state = self._chunks((q, k, v, g, beta), None, lengths, traced, implementation)
         for name, value in dict(q=q, k=k, v=v, g=g, beta=beta, state=state, o=o).items():
             if value is not None:
                 note(record, name, value)
@@ -115,26 +114,18 @@ class KDA(nnx.Module):
         T, K = x.shape[1], self.conv.shape[1]
         depth = state.conv.shape[1] - (K - 1)
         x = mask_padding(x, stretch.mask(T))
-        columns = [linear(x, projection[...]) for projection in self._projections()]
-        before = jnp.moveaxis(state.conv[:, depth:], 2, 0)
-        q, k, v = (
-            self._by_head(causal_conv(*inputs))
-            for inputs in zip(columns, self._taps(), before, strict=True)
-        )
+        columns = self._columns(x)
+        q, k, v = self._convolved(columns, state.conv[:, depth:])
         g, beta = self._gates(x)
         if depth == 0:
-            run = functools.partial(
-                chunk_kda, output_final_state=True, implementation=implementation
-            )
             inputs = (q, k, v, g, beta), state.recurrent, stretch.count
-            o, recurrent = self._recur(run, *inputs)
+            o, recurrent = self._chunks(*inputs, True, implementation)
             replay = state.replay
         else:
             new = Replay(k, v, g, beta)
             o, recurrent, replay = self._replayed(q, new, stretch, state, implementation)
         assert recurrent is not None
-        conv = jnp.concatenate([state.conv, jnp.stack(columns, axis=2)], axis=1)
-        conv = shift_tokens(conv, T - stretch.count)[:, T:]
+        conv = self._last_columns(columns, state.conv, stretch.count)
         return self._output(x, o), KDAState(recurrent, conv, replay)
 
     def _replayed(
@@ -172,16 +163,31 @@ class KDA(nnx.Module):
         o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
         return shift_tokens(o, stretch.count - T), recurrent, last
 
+    def _chunks(
+        self,
+        tokens: tuple[Float[Array, "B T H ..."], ...],
+        state: Float[Array, "B H D D"] | None,
+        lengths: Int[Array, " B"] | None,
+        final: bool,
+        implementation: Implementation,
+    ) -> tuple[Array, Array | None]:
+        """`chunk_kda`, with its state where `final`; on a mesh also cut by tokens."""
+        axes = self._cut(tokens[0])
+        operation = functools.partial(context_kda, axes=axes) if axes else chunk_kda
+        run = functools.partial(operation, output_final_state=final, implementation=implementation)
+        return self._recur(run, tokens, state, lengths, "sequence")
+
     def _recur(
         self,
         run: Callable[..., tuple[Array, Array | None]],
         tokens: tuple[Float[Array, "B T H ..."], ...],
         state: Float[Array, "B H D D"] | None,
         lengths: Int[Array, " B"] | None,
+        along: str | None = None,
     ) -> tuple[Array, Array | None]:
         """`run(*tokens, initial_state=…, lengths=…)`: on a mesh each device its rows and heads.
 
-        A head needs no other, and XLA could not cut a kernel.
+        A head needs no other, and XLA could not cut a kernel. `along` cuts the tokens.
         """
 
         def own(tokens, state, lengths):
@@ -189,17 +195,56 @@ class KDA(nnx.Module):
 
         if self.placement is None:
             return own(tokens, state, lengths)
-        spec, B = self.placement.spec, len(tokens[0])
-        token = spec((B, 1, self.heads), ("batch", None, "kda_heads"))
+        spec, (B, T) = self.placement.spec, tokens[0].shape[:2]
+        token = spec((B, T, self.heads), ("batch", along, "kda_heads"))
         head, row = spec((B, self.heads), ("batch", "kda_heads")), spec((B,), ("batch",))
         return self.placement.over(own, (token, head, row), (token, head))(tokens, state, lengths)
 
-    def _projections(self) -> tuple[Weight, ...]:
-        return self.q_proj, self.k_proj, self.v_proj
+    def _columns(self, x: Activations) -> list[Float[Array, "B T HD"]]:
+        """Those of q, k and v, before the convolution."""
+        return [linear(x, weight[...]) for weight in (self.q_proj, self.k_proj, self.v_proj)]
 
-    def _taps(self) -> list[Float[Array, "C K"]]:
+    def _convolved(
+        self, columns: list[Float[Array, "B T HD"]], before: Float[Array, "B K-1 3 HD"]
+    ) -> list[Float[Array, "B T H D"]]:
+        """q, k and v by head, of their columns and of those before them."""
         # Whole, as they lie: XLA would cut the rows of all three as one axis, and then move them.
-        return [place(self.placement, taps, None, None) for taps in split_conv(self.conv[...])]
+        taps = [place(self.placement, taps, None, None) for taps in split_conv(self.conv[...])]
+        convolve = causal_conv
+        if self.placement is not None and (axes := self._cut(columns[0])):
+            spec = self.placement.spec
+
+            def own(x, taps, before):
+                return causal_conv(x, taps, columns_before(x, before, axes))
+
+            token = spec(columns[0].shape, ("batch", "sequence", "kda_heads"))
+            ends = spec(before[:, :, 0].shape, ("batch", None, "kda_heads"))
+            weight = spec(taps[0].shape, ("kda_heads", None))
+            convolve = self.placement.over(own, (token, weight, ends), token)
+        inputs = zip(columns, taps, jnp.moveaxis(before, 2, 0), strict=True)
+        return [self._by_head(convolve(*of)) for of in inputs]
+
+    def _last_columns(
+        self,
+        columns: list[Float[Array, "B T HD"]],
+        before: Float[Array, "B C 3 HD"],
+        count: Int[Array, " B"],
+    ) -> Float[Array, "B C 3 HD"]:
+        """What `KDAState.conv` is after `count` more tokens of each row."""
+        x = jnp.stack(columns, axis=2)
+        if self.placement is not None and (axes := self._cut(x)):
+            spec = self.placement.spec
+            token = spec(x.shape, ("batch", "sequence", None, "kda_heads"))
+            ends = spec(before.shape, ("batch", None, None, "kda_heads"))
+            own = functools.partial(last_columns, axes=axes)
+            specs = token, ends, spec(count.shape, ("batch",))
+            return self.placement.over(own, specs, ends)(x, before, count)
+        T = x.shape[1]
+        return shift_tokens(jnp.concatenate([before, x], axis=1), T - count)[:, T:]
+
+    def _cut(self, x: Float[Array, "B T ..."]) -> Axes:
+        """The axes of the mesh that cut the tokens of `x`, none on one device."""
+        return () if self.placement is None else self.placement.cut(x.shape[1], "sequence")
 
     def _gates(self, x: Activations) -> tuple[Float[Array, "B T H D"], Float[Array, "B T H"]]:
         """Log-decay and write strength."""

@@ -38,9 +38,8 @@ def sinkhorn(logits: Float[Array, "*b M M"], iterations: int, eps: float) -> Flo
     times rows, columns; every divisor has `+ eps`. So with one iteration only columns are scaled,
     and the last scaling is always that of the columns.
     """
-    M = logits.shape[-1]
     # Tokens last: loops over M×M numbers are short, loops over tokens are long and vectorise.
-    comb = jnp.moveaxis(logits.reshape(-1, M, M), 0, -1)
+    comb = jnp.moveaxis(logits, (-2, -1), (0, 1))
     comb = jax.nn.softmax(comb, axis=1) + eps
 
     def columns(comb):
@@ -50,7 +49,7 @@ def sinkhorn(logits: Float[Array, "*b M M"], iterations: int, eps: float) -> Flo
         return columns(comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)), None
 
     comb = jax.lax.scan(rows_then_columns, columns(comb), length=iterations - 1)[0]
-    return jnp.moveaxis(comb, -1, 0).reshape(logits.shape)
+    return jnp.moveaxis(comb, (0, 1), (-2, -1))
 
 
 def coefficients(

@@ -72,6 +72,16 @@ class Placement:
         )
 
 
+def gather_tokens(placement: Placement | None, x: Any) -> Any:
+    """`x` [B, T, …], computed of each device's own tokens and then brought to all of them."""
+    if placement is None or not placement.cut(x.shape[1], "sequence"):
+        return x
+    others = [None] * (x.ndim - 2)
+    # Held to its cut first: XLA might gather what it is computed of, which is wider.
+    x = placement.place(x, "batch", "sequence", *others)
+    return placement.place(x, "batch", None, *others)
+
+
 def place(placement: Placement | None, x: Any, *axes: str | None) -> Any:
     """`placement.place(x, …)`; on one device `x` as it is."""
     return x if placement is None else placement.place(x, *axes)

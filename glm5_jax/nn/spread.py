@@ -3,8 +3,9 @@
 Left to itself, XLA moves the weights of the chosen experts to every device. Here each device runs
 the experts, or the parts of their width, that it holds, for every token of the devices it shares
 them with, weighs what they say, and the sums are added up over the devices: of activations alone,
-one all-reduce a layer. Where the rows of a batch are cut over the very devices that hold different
-experts, tokens are gathered first, and each device gets the sum of its own rows back.
+one all-reduce a layer. Where the rows of a batch, or the tokens of a row, are cut over the very
+devices that hold different experts, they are gathered first, and each device gets the sum of its
+own back.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ class Spread:
 
     @classmethod
     def of(cls, experts: Experts, placement: Placement) -> Spread | None:
-        """That of experts whose arrays are sharded; None where the rules cut none of them."""
-        if placement.parts("experts") * placement.parts("expert_mlp") == 1:
+        """That of experts whose arrays are sharded; None where the rules cut none of them.
+
+        Nor the tokens of a row, which are sorted by expert: XLA would gather them.
+        """
+        if all(placement.parts(axis) == 1 for axis in ("experts", "expert_mlp", "sequence")):
             return None
         return cls(placement, tuple(array.sharding.spec for array in jax.tree.leaves(experts)))
 
@@ -46,23 +50,29 @@ class Spread:
     ) -> Float[Array, "B T X"]:
         """The weighted sum of each token's experts; over devices in float32, cast once."""
         by_expert, by_width = (self.placement.cuts(axis) for axis in ("experts", "expert_mlp"))
-        rows = self.placement.spec(x.shape, ("batch", None, None))
+        cut = ("batch", "sequence")
+        rows = self.placement.spec(x.shape[:2], cut)
         cuts = by_expert + by_width
-        shared = tuple(axis for axis in self.placement.cut(len(x), "batch") if axis in cuts)
+        shared = [
+            tuple(axis for axis in self.placement.cut(size, along) if axis in cuts)
+            for size, along in zip(x.shape, cut, strict=False)
+        ]
         held = experts.num_experts // self.placement.parts("experts")
 
         def own(experts: Experts, x: Array, chosen: Array, weights: Array) -> Array:
             dtype = x.dtype
-            if shared:
-                x, chosen, weights = jax.lax.all_gather(
-                    (x, chosen, weights), shared, axis=0, tiled=True
-                )
+            for axis, names in enumerate(shared):
+                if names:
+                    x, chosen, weights = jax.lax.all_gather(
+                        (x, chosen, weights), names, axis=axis, tiled=True
+                    )
             first = held * jax.lax.axis_index(by_expert) if by_expert else 0
             here = (chosen >= first) & (chosen < first + held)
             y = experts.own_sum(x, jnp.where(here, chosen - first, held), weights)
-            if shared:
-                y = jax.lax.psum_scatter(y, shared, scatter_dimension=0, tiled=True)
-            others = tuple(axis for axis in cuts if axis not in shared)
+            for axis, names in enumerate(shared):
+                if names:
+                    y = jax.lax.psum_scatter(y, names, scatter_dimension=axis, tiled=True)
+            others = tuple(axis for axis in cuts if axis not in sum(shared, ()))
             return (jax.lax.psum(y, others) if others else y).astype(dtype)
 
         specs = jax.tree.unflatten(jax.tree.structure(experts), self.specs)
