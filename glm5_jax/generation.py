@@ -234,7 +234,7 @@ def begin(
         end = start + width
         count = np.clip(lengths - start, 0, width)
         hidden, cache = model.advance(
-            tokens[:, start:end], cache, np.arange(width) < count[:, None]
+            tokens[:, start:end], cache, np.arange(width) < count[:, None], donate=True
         )
         last = _last_hidden(last, hidden, count)
         if drafts:

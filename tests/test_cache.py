@@ -356,6 +356,16 @@ def test_donated_cache_is_updated_in_place(model, tokens):
     np.testing.assert_array_equal(after.lengths, 1)
 
 
+def test_outside_jit_a_donated_cache_gives_its_memory_layer_by_layer(model, tokens):
+    cache = model.init_cache(3, CAPACITY, DEPTH)
+    expected, _ = model.prefill(tokens[:, :5], cache)
+    places = [h.unsafe_buffer_pointer() for h in jax.tree.leaves(cache.layers)]
+    logits, after = model.prefill(tokens[:, :5], cache, donate=True)
+    np.testing.assert_array_equal(logits, expected)
+    assert all(h.is_deleted() for h in jax.tree.leaves(cache.layers))
+    assert [h.unsafe_buffer_pointer() for h in jax.tree.leaves(after.layers)] == places
+
+
 def abstract_model(config, dtype, mtp):
     model = TextModel(config, Params(leaves(config, mtp=mtp)), mtp)
     return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), model)
