@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from pallas_kernels.sparse_mla.xla import GATHERED
 
@@ -28,6 +28,9 @@ from .skeleton import Skeleton, SkeletonLayer
 from .specs import Leaf
 
 INDEX = 4  # bytes of a token's, a pool's or an expert's number
+
+# Roles of weights that are used as float32 whatever they are stored as.
+_WIDE = ("hyper_connection", "moe_router", "kda_conv")
 
 Terms = dict[str, int]
 
@@ -54,7 +57,8 @@ class Call:
 class Stages:
     """The stages of a layer in a call, on one of the devices that a mesh and rules make.
 
-    model, arrays: the leaves and the arrays that they are, by path.
+    model, arrays: the leaves and the arrays that they are, by path. gathers: what XLA does with a
+    weight that is cut along what it is summed over: gathers it, or adds up sums of all rows.
     """
 
     config: ModelConfig
@@ -63,6 +67,7 @@ class Stages:
     call: Call
     model: Mapping[str, Leaf]
     arrays: Mapping[str, Mapping[str, StoredLeaf]]
+    gathers: bool = False
 
     @property
     def rows(self) -> int:
@@ -77,8 +82,17 @@ class Stages:
     @property
     def projected_rows(self) -> int:
         """Rows of what comes of a product with a weight."""
-        # Where weights are cut along what they are summed over, XLA adds up sums of all rows.
-        return self.call.batch if self.rules.parts("embed", self.mesh) > 1 else self.rows
+        return self.call.batch if self.embed_is_cut and not self.gathers else self.rows
+
+    @property
+    def embed_is_cut(self) -> bool:
+        """Whether a device has a part of each sum alone (FSDP)."""
+        return self.rules.parts("embed", self.mesh) > 1
+
+    @property
+    def in_blocks(self) -> int:
+        """How often there is what DSA works through in blocks of queries: also block by block."""
+        return 2 if self.call.tokens > dsa.QUERY_BLOCK else 1
 
     @property
     def selected(self) -> int:
@@ -90,22 +104,20 @@ class Stages:
         sizes = math.prod(self.config.dims[letter] for letter in letters.split("*"))
         return sizes // self.rules.parts(logical, self.mesh)
 
-    def streams(self, copies: int) -> int:
-        """Of the streams, which are there before a layer, between its sites, and behind it."""
-        d = self.config.dims
-        return copies * self.tokens * d["M"] * d["X"] * self.call.narrow
-
-    def inputs(self) -> int:
-        """A sublayer's input and output."""
-        return 2 * self.tokens * self.config.dims["X"] * self.call.narrow
+    def site(self) -> Terms:
+        """The streams before a layer, between its sites and behind it; a sublayer's in and out."""
+        d, narrow = self.config.dims, self.call.narrow
+        return {
+            "streams": 3 * self.tokens * d["M"] * d["X"] * narrow,
+            "inputs": 2 * self.tokens * d["X"] * narrow,
+        }
 
     def hyper_connection(self) -> Terms:
         """Streams times coefficients, before they are summed."""
         d = self.config.dims
         return {
-            "streams": self.streams(3),
+            **self.site(),
             "weighed streams": self.tokens * d["M"] * d["X"] * self.call.wide,
-            "inputs": self.inputs(),
         }
 
     def kda(self) -> Terms:
@@ -114,26 +126,27 @@ class Stages:
         width = self.width("H*D", "kda_heads")
         numbers = self.projected_rows * self.call.tokens * width
         return {
-            "streams": self.streams(2),
-            "inputs": self.inputs(),
+            **self.site(),
             "q, k, v": 6 * numbers * narrow,
             "g, outputs, gate": 4 * numbers * wide,
             "state": 2 * self.projected_rows * width * self.config.dims["D"] * wide,
         }
 
     def indexer(self) -> Terms:
-        """Queries of all tokens; of a block of queries the scores of a tile and of a window."""
+        """Queries of all tokens; scores of a block of queries and a tile, or a window, of pools."""
         d, narrow, wide = self.config.dims, self.call.narrow, self.call.wide
         queries = self.rows * min(self.call.tokens, indexer.QUERY_BLOCK)
         pools = self.call.slots // d["P"]
-        window = min(indexer.POOL_WINDOW, pools) + min(self.config.index_topk // d["P"], pools)
+        tile, window = min(indexer.POOL_TILE, pools), min(indexer.POOL_WINDOW, pools)
+        sliced_window, sliced_tile = window * (window < pools), tile * (tile < window)
+        ranked = window + min(self.config.index_topk // d["P"], pools)
         return {
-            "streams": self.streams(2),
-            "inputs": self.inputs(),
-            "query latents": 2 * self.tokens * d["Rq"] * narrow,
-            "index queries": 2 * self.tokens * d["HI"] * d["DI"] * narrow,
-            "scores by head": 2 * queries * d["HI"] * min(indexer.POOL_TILE, pools) * wide,
-            "scores of pools": 2 * queries * window * (wide + INDEX),
+            **self.site(),
+            "query latents": self.in_blocks * self.tokens * d["Rq"] * narrow,
+            "index queries": self.in_blocks * self.tokens * d["HI"] * d["DI"] * narrow,
+            "pool keys": self.rows * d["DI"] * (sliced_window * narrow + sliced_tile * wide),
+            "scores by head": 2 * queries * d["HI"] * tile * wide,
+            "scores of pools": 2 * queries * ranked * (wide + INDEX),
             "selection": 2 * self.tokens * self.selected * INDEX,
         }
 
@@ -144,9 +157,8 @@ class Stages:
         heads = self.width("A", "heads")
         gathered = min(GATHERED, queries * self.selected * d["R"])
         return {
-            "streams": self.streams(2),
-            "inputs": self.inputs(),
-            "query latents": 2 * self.tokens * d["Rq"] * narrow,
+            **self.site(),
+            "query latents": self.in_blocks * self.tokens * d["Rq"] * narrow,
             "selection": 2 * self.tokens * self.selected * INDEX,
             "outputs": 2 * self.tokens * heads * d["V"] * narrow,
             "block of queries": queries * heads * (d["N"] + d["V"]) * narrow,
@@ -159,26 +171,20 @@ class Stages:
         """A dense MLP, or the shared expert (`Is`)."""
         hidden = self.projected_rows * self.call.tokens * self.width(letters, "mlp")
         return {
-            "streams": self.streams(3),
-            "inputs": self.inputs(),
+            **self.site(),
             "hidden": 3 * hidden * self.call.narrow,
         }
 
     def experts(self) -> Terms:
-        """Tokens of all who share a device's experts, and sums of what comes of them."""
-        X, narrow, wide = self.config.dims["X"], self.call.narrow, self.call.wide
-        terms = {
-            "streams": self.streams(3),
-            "inputs": self.inputs(),
-            "gathered tokens": self.shared_tokens * X * narrow,
-            "sums": 2 * self.shared_tokens * X * wide,
+        """Tokens of all who share a device's experts, and what each of their experts says."""
+        X, narrow = self.config.dims["X"], self.call.narrow
+        tokens = self.shared_tokens
+        return {
+            **self.site(),
+            "gathered tokens": tokens * X * narrow if tokens > self.tokens else 0,
             "one expert": 3 * self.width("I", "expert_mlp") * X * narrow,
+            "outputs": tokens * self.config.num_experts_per_tok * X * narrow,
         }
-        if not self._cuts_of_experts:
-            # Experts and the sum of what they say are calls of their own.
-            pairs = self.shared_tokens * self.config.num_experts_per_tok
-            terms["outputs"] = pairs * X * narrow
-        return terms
 
     def in_advance(self, layer: SkeletonLayer) -> Terms:
         """What hangs on no token, and which XLA may make before all else, for every layer.
@@ -202,14 +208,11 @@ class Stages:
         """Tokens that pass through the experts of a device."""
         rows = self.projected_rows
         if rows < self.call.batch:
-            cuts = self.rules.cuts("batch", self.mesh)
-            rows *= parts_of(tuple(a for a in cuts if a in self._cuts_of_experts), self.mesh)
+            experts = (self.rules.cuts(axis, self.mesh) for axis in ("experts", "expert_mlp"))
+            cuts = sum(experts, ())
+            shared = tuple(a for a in self.rules.cuts("batch", self.mesh) if a in cuts)
+            rows *= parts_of(shared, self.mesh)
         return rows * self.call.tokens
-
-    @property
-    def _cuts_of_experts(self) -> tuple[str, ...]:
-        experts, widths = (self.rules.cuts(axis, self.mesh) for axis in ("experts", "expert_mlp"))
-        return experts + widths
 
     def logits(self) -> Terms:
         """The head's input, and the logits of one token a row."""
@@ -220,20 +223,22 @@ class Stages:
         }
 
     def reformed(self, below: str = "") -> Terms:
-        """Weights below a path in another form than they lie in: decoded, or gathered.
+        """Weights below a path in another form than they lie in: decoded, widened, or gathered.
 
         Not those of experts, which are decoded one by one, and whose sums are cut as they are. XLA
-        may do so with all that hang on no token before all else.
+        may make all of them before all else, as they hang on no token.
         """
-        narrow, terms = self.call.narrow, Counter[str]()
+        narrow, wide, terms = self.call.narrow, self.call.wide, Counter[str]()
         for path, leaf in self.model.items():
             if not path.startswith(below) or leaf.role == "moe_expert" or path.startswith("mtp."):
                 continue
+            pieces = array_pieces(self.rules, leaf, leaf.shape, self.mesh)
+            size = math.prod(part_of(leaf.shape, pieces, self.mesh))
             if path not in self.arrays[path]:
-                pieces = array_pieces(self.rules, leaf, leaf.shape, self.mesh)
-                part = part_of(leaf.shape, pieces, self.mesh)
-                terms["decoded weights"] += math.prod(part) * narrow
-            if "embed" in leaf.axes and self.rules.parts("embed", self.mesh) > 1:
+                terms["decoded weights"] += size * narrow
+            elif leaf.role in _WIDE and self.arrays[path][path].dtype.itemsize < wide:
+                terms["widened weights"] += size * wide
+            if self.gathers and "embed" in leaf.axes:
                 terms["gathered weights"] += math.prod(leaf.shape) * narrow
         return dict(terms)
 
@@ -250,19 +255,30 @@ class Stages:
 def call_terms(stages: Stages) -> Terms:
     """The fullest stage of any layer, where layers are calls of their own, as outside `jax.jit`."""
     every = []
-    for layer in Skeleton.from_config(stages.config).layers:
-        more = stages.in_advance(layer) | stages.reformed(f"layers.{layer.index}.")
-        every += [stage | more for stage in stages.of_layer(layer)]
-    return max(every, key=lambda stage: sum(stage.values()))
+    for way in _ways(stages):
+        for layer in Skeleton.from_config(way.config).layers:
+            more = way.in_advance(layer) | way.reformed(f"layers.{layer.index}.")
+            every += [stage | more for stage in way.of_layer(layer)]
+    return _fullest(every)
 
 
 def step_terms(stages: Stages) -> Terms:
     """The fullest stage of a step that is one `jax.jit`, and what its layers have in advance."""
-    layers = Skeleton.from_config(stages.config).layers
-    every = [stages.logits(), *(stage for layer in layers for stage in stages.of_layer(layer))]
-    fullest: Terms = max(every, key=lambda stage: sum(stage.values()))
-    terms = Counter(fullest)
-    for layer in layers:
-        terms.update(stages.in_advance(layer))
-    terms.update(stages.reformed())
-    return dict(terms)
+    every = []
+    for way in _ways(stages):
+        layers = Skeleton.from_config(way.config).layers
+        of_layers = [stage for layer in layers for stage in way.of_layer(layer)]
+        terms = Counter(_fullest([way.logits(), *of_layers]))
+        for more in (*map(way.in_advance, layers), way.reformed()):
+            terms.update(more)
+        every.append(dict(terms))
+    return _fullest(every)
+
+
+def _ways(stages: Stages) -> list[Stages]:
+    """All that XLA may do; it gathers some weights and not others, so the most is near."""
+    return [replace(stages, gathers=gathers) for gathers in {False, stages.embed_is_cut}]
+
+
+def _fullest(stages: Iterable[Terms]) -> Terms:
+    return max(stages, key=lambda terms: sum(terms.values()))
