@@ -68,7 +68,7 @@ def compile_kernels(
     """
     if target not in TARGETS:
         raise CannotCompile(f"no target is called {target!r}; there are {', '.join(TARGETS)}")
-    root = _toolkit()
+    root = toolkit()
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run(
             [sys.executable, "-m", "pallas_kernels.aot"],
@@ -102,13 +102,13 @@ def compile_kernels(
 def versions() -> dict[str, str]:
     """Of JAX and of ptxas, on which the reported numbers hang; raises CannotCompile."""
     done = subprocess.run(
-        [_toolkit() / "bin" / "ptxas", "--version"], capture_output=True, text=True, check=True
+        [toolkit() / "bin" / "ptxas", "--version"], capture_output=True, text=True, check=True
     )
     release = re.search(r"V(\d+\.\d+\.\d+)", done.stdout)
     return {"jax": jax.__version__, "ptxas": release[1] if release else done.stdout.strip()}
 
 
-def _toolkit() -> Path:
+def toolkit() -> Path:
     """The directory with bin/ptxas."""
     if jax.__version_info__ < (0, 11):
         raise CannotCompile(
