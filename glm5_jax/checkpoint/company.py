@@ -54,9 +54,9 @@ def check_process(index: int, count: int) -> Process:
 
 
 def distributed_process() -> Process | None:
-    """The process that this one is of a `jax.distributed` run, None without such a run."""
+    """The process that this one is of a `jax.distributed` run of several, None without one."""
     jax = sys.modules.get("jax")
-    if jax is None or not jax.distributed.is_initialized():
+    if jax is None or not jax.distributed.is_initialized() or jax.process_count() == 1:
         return None
     return Process(jax.process_index(), jax.process_count())
 
@@ -173,8 +173,8 @@ class Company:
     def _came(self) -> set[Process]:
         assert self._list is not None
         self._list.seek(0)
-        lines = self._list.read().decode(errors="replace").splitlines()
-        return {Process(*parse_process(line)) for line in lines}
+        lines = re.findall(rb"^([0-9]+)/([0-9]+)\n", self._list.read(), re.MULTILINE)
+        return {Process(int(index), int(count)) for index, count in lines}
 
 
 def _is_at(file: IO[bytes], path: Path) -> bool:

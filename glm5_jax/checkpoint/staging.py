@@ -97,11 +97,10 @@ class Staging:
 
     def _in_the_way(self, other: Process) -> str:
         process = self._company.process
-        if other != process:
-            return f"{self.dst}: another convert is writing it, as {other}; this is {process}"
-        if process.count > 1:
+        if other == process and process.count > 1:
             return f"{self.dst}: process {process} is at work on it already"
-        return f"{self.dst}: another convert is writing it"
+        which = "" if other == process else f", as process {other}; this one is {process}"
+        return f"{self.dst}: another convert is writing it{which}"
 
     def _begin(
         self, identity: Mapping[str, Any], header: LedgerHeader, config: bytes, restart: bool
@@ -239,19 +238,21 @@ class Staging:
         Of a placed one nothing does, when the last process has left, which waits a little for one
         that has not come yet: it is to find that all is done, and not to start over.
         """
-        for claim in self._claims.values():
-            claim.close()
         latest = time.monotonic() + LATE_SECONDS
-        while self.placed:
-            with self._company.meeting():
-                if self._company.others():
-                    self._company.leave()  # still at the meeting: one of them is the last then
-                    break
-                if self._company.complete or time.monotonic() > latest:
-                    self._drop()
-                    break
-            time.sleep(0.1)
-        self._company.leave()
+        try:
+            for claim in self._claims.values():
+                claim.close()
+            while self.placed:
+                with self._company.meeting():
+                    if self._company.others():
+                        self._company.leave()  # still at the meeting: one of them is the last then
+                        break
+                    if self._company.complete or time.monotonic() > latest:
+                        self._drop()
+                        break
+                time.sleep(0.1)
+        finally:
+            self._company.leave()
 
     def stopped(self, what: str, error: Exception) -> CheckpointError:
         """What to raise when something can't be written."""

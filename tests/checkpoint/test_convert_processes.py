@@ -202,9 +202,9 @@ def test_all_killed_at_random_any_number_continues(tmp_path, tiny, converted):
     ("process", "others", "arguments", "line"),
     [
         ((0, 2), (0, 2), {}, "process 0/2 is at work on it already"),
-        ((0, 2), (1, 3), {}, "another convert is writing it, as 0/2; this is 1/3"),
-        ((0, 2), None, {}, "another convert is writing it, as 0/2; this is 0/1"),
-        (None, (1, 2), {}, "another convert is writing it, as 0/1; this is 1/2"),
+        ((0, 2), (1, 3), {}, "another convert is writing it, as process 0/2; this one is 1/3"),
+        ((0, 2), None, {}, "another convert is writing it, as process 0/2; this one is 0/1"),
+        (None, (1, 2), {}, "another convert is writing it, as process 0/1; this one is 1/2"),
         ((0, 2), (1, 2), {"dtype": "float32"}, r"differs .* in dtype \('stored', now 'float32'\)"),
         ((0, 2), (1, 2), {"mtp": False, "force": True}, "in leaves .*; start all of them alike"),
         ((0, 2), (1, 2), {"source": 1}, r"source directory .*source model\.safetensors"),
@@ -285,7 +285,7 @@ def test_where_there_are_no_locks_one_process_converts_and_several_are_refused(
 
 
 def test_commands_share_the_work(tmp_path, tiny, converted):
-    """As from two shells; the second continues alone what the first was killed at."""
+    """As from two shells."""
     script = "import sys; from glm5_jax.cli import main; sys.argv[0] = 'glm5-jax'; main()"
     command = [sys.executable, "-c", script, "convert", str(tiny()), str(tmp_path / "out")]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
