@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,13 +23,14 @@ from ..config_json import config_json
 from ..errors import CheckpointError
 from ..model import TextModel
 from ..processes import first_alone
-from .database import nested_tree, one_line, remove
+from .database import TREE, nested_tree, one_line, remove
 from .durable import flush
 from .orbax import is_orbax
 from .staging import CONFIG, place_directory
 
 CHUNK_BYTES = 32 * 2**20  # what a process that wants a part of an array reads at once
 _LOCK = "lock"
+_TREE = "tree"
 _WHOLE = "whole"
 
 
@@ -63,6 +65,7 @@ def save(model: TextModel, path: str | os.PathLike[str], force: bool = False) ->
     try:
         first_alone(place.take)
         _write(place.root / _WHOLE, arrays)
+        _write(place.root / _TREE, {name: np.zeros(1, np.uint8) for name in arrays})
         config = json.dumps(config_json(model.config), indent=2)
         first_alone(lambda: place.fill(config))
     finally:
@@ -101,9 +104,13 @@ class _Place:
 
     def fill(self, config: str) -> None:
         """Put what is written at the destination, with its config, in one step."""
-        (self.root / _WHOLE / CONFIG).write_text(config, encoding="utf-8")
-        flush(self.root / _WHOLE)
-        place_directory(self.root / _WHOLE, self.path)
+        whole = self.root / _WHOLE
+        # Orbax notes of each array the devices that it came from, and restores it for no others.
+        # As a tree of NumPy arrays, which that of `convert` is, it restores everywhere.
+        os.replace(self.root / _TREE / TREE, whole / TREE)
+        (whole / CONFIG).write_text(config, encoding="utf-8")
+        flush(whole)
+        place_directory(whole, self.path)
         remove(self.root)
 
     def let_go(self) -> None:
@@ -111,7 +118,7 @@ class _Place:
             self._lock.close()
 
 
-def _write(directory: Path, arrays: dict[str, jax.Array]) -> None:
+def _write(directory: Path, arrays: Mapping[str, jax.Array | np.ndarray]) -> None:
     storage = ocp.options.ArrayOptions.Saving.StorageOptions
 
     def chunked(_: Any, array: jax.Array | np.ndarray) -> Any:
@@ -121,6 +128,7 @@ def _write(directory: Path, arrays: dict[str, jax.Array]) -> None:
 
     context = ocp.Context()
     context.array.saving.use_compression = False
+    context.array.saving.enable_write_sharding_file = False
     context.array.saving.scoped_storage_options_creator = chunked
     context.memory.deepcopy_host_arrays = False
     try:
