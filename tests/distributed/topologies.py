@@ -1,0 +1,59 @@
+"""A model saved by eight devices, by other eight and by one; run by test_save.py, prints JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import glm5_jax as glm
+from glm5_jax.checkpoint.restore import LeafReader, open_leaves
+from glm5_jax.sharding import PRESETS, read_sharded
+
+
+def mesh(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
+
+
+def read_on_one(path, device):
+    """[bytes read, bytes of the largest array made] of a process that has this device alone."""
+    made = []
+    read_box = LeafReader.read_box
+
+    def watched(*arguments):
+        made.append(read_box(*arguments))
+        return made[-1]
+
+    def local(shape, sharding, part):
+        # What JAX does, of the devices that are in this process.
+        return part(sharding.devices_indices_map(shape)[device])
+
+    everywhere = jax.make_array_from_callback
+    jax.make_array_from_callback, LeafReader.read_box = local, watched
+    try:
+        reader = open_leaves(path)
+        read_sharded(reader, mesh(tensor=8), PRESETS["tp"])
+    finally:
+        jax.make_array_from_callback, LeafReader.read_box = everywhere, read_box
+    return reader.bytes_read, max(array.nbytes for array in made)
+
+
+def main(path: Path, out: Path) -> dict:
+    """What each of eight processes would read of safetensors and of an Orbax directory."""
+    many = glm.save(glm.load(path, mesh=mesh(tensor=4, expert=2)), out / "4x2")
+    other = glm.save(glm.load(many, mesh=mesh(tensor=8, expert=1), rules="tp"), out / "8x1")
+    one = glm.save(glm.load(other), out / "1")
+    model, again = (glm.load(source, mesh=mesh(tensor=4, expert=2)) for source in (path, one))
+    for old, new in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True):
+        assert old.sharding == new.sharding
+        for a, b in zip(old.addressable_shards, new.addressable_shards, strict=True):
+            np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
+    sources = (path, many, one)
+    return {
+        source.name: [read_on_one(source, device) for device in jax.devices()] for source in sources
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]), Path(sys.argv[2]))))
