@@ -3,8 +3,9 @@
 A layer goes through stages, and the stage that holds most is what a call needs: what one stage
 makes is gone before the next one begins. Of each stage the arrays are counted that grow with the
 tokens of the call, or are as large as a weight; small ones are not. XLA holds some of them twice
-and never makes others, so the sum is near what it allocates, and was above it wherever it was
-compared: tests/sharding/test_device_budget.py says by how much.
+and never makes others, so the sum is near what it allocates for CPU devices, and was above it
+wherever it was compared: tests/sharding/test_device_budget.py says by how much. What it allocates
+for GPUs was not compared.
 
 Names of sizes are those of `ModelConfig.dims`; bytes of a number are `narrow` in activations and
 `wide` in what is float32 (float64 in a float64 model).
@@ -58,7 +59,8 @@ class Stages:
     """The stages of a layer in a call, on one of the devices that a mesh and rules make.
 
     model, arrays: the leaves and the arrays that they are, by path. gathers: what XLA does with a
-    weight that is cut along what it is summed over: gathers it, or adds up sums of all rows.
+    weight that is cut along what it is summed over: gathers it, or adds up sums of all rows. A
+    `sequence` that is cut is counted whole.
     """
 
     config: ModelConfig
@@ -281,4 +283,5 @@ def _ways(stages: Stages) -> list[Stages]:
 
 
 def _fullest(stages: Iterable[Terms]) -> Terms:
-    return max(stages, key=lambda terms: sum(terms.values()))
+    most = max(stages, key=lambda terms: sum(terms.values()))
+    return {name: size for name, size in most.items() if size}

@@ -322,52 +322,36 @@ def budget(
 
     With --mesh the bytes on each device: weights, the state of a batch, what calls need besides.
     """
-    from glm5_jax.budget import budget_dict, budget_text
     from glm5_jax.config import load_config
 
-    if mesh is not None:
-        _print_device_budget(source, mesh, rules, dtype, tokens, batch, rewind, mtp, json)
-        return
-    for name, value in (("rules", rules), ("batch", batch), ("mtp", mtp)):
-        if value is not None:
-            raise ConfigError(f"--{name}: is for --mesh alone, which was not given")
     config = load_config(source)
-    activations = dtype or "bfloat16"
-    if json:
-        print(_json(budget_dict(config, activations, rewind, tokens)))
+    if mesh is not None:
+        from glm5_jax.mesh_budget import device_budget, device_budget_dict, device_budget_text
+        from glm5_jax.sharding import parse_mesh
+
+        found = device_budget(
+            source,
+            parse_mesh(mesh),
+            rules,
+            dtype=dtype or "stored",
+            context=tokens,
+            batch=1 if batch is None else batch,
+            rewind=rewind,
+            mtp=bool(mtp),
+        )
+        print(_json(device_budget_dict(found)) if json else device_budget_text(found))
     else:
-        print(budget_text(config, activations, rewind, tokens))
+        from glm5_jax.budget import budget_dict, budget_text
+
+        for name, value in (("rules", rules), ("batch", batch), ("mtp", mtp)):
+            if value is not None:
+                raise ConfigError(f"--{name}: is for --mesh alone, which was not given")
+        asked = (config, dtype or "bfloat16", rewind, tokens)
+        print(_json(budget_dict(*asked)) if json else budget_text(*asked))
     for lost in config.overridden:
         print(f"note: {lost}", file=sys.stderr)
     if config.defaulted:
         print(f"note: by default: {', '.join(config.defaulted)}", file=sys.stderr)
-
-
-def _print_device_budget(
-    source: Path,
-    mesh: str,
-    rules: str | None,
-    dtype: str | None,
-    context: int,
-    batch: int | None,
-    rewind: int,
-    mtp: bool | None,
-    json: bool,
-) -> None:
-    from glm5_jax.mesh_budget import device_budget, device_budget_dict, device_budget_text
-    from glm5_jax.sharding import parse_mesh
-
-    found = device_budget(
-        source,
-        parse_mesh(mesh),
-        rules,
-        dtype=dtype or "stored",
-        context=context,
-        batch=1 if batch is None else batch,
-        rewind=rewind,
-        mtp=bool(mtp),
-    )
-    print(_json(device_budget_dict(found)) if json else device_budget_text(found))
 
 
 @app.command("make-tiny")

@@ -1,8 +1,8 @@
 """Bytes on each of several devices: weights, the state of a batch, and what a call needs meanwhile.
 
 Weights and state are exact: they follow from the spec table, the rules that cut them and what a
-cache holds. What a call needs is an estimate, see `activation_budget`. No device is needed, and no
-weight is read. No JAX here.
+cache holds. What a call needs is an estimate, see `activation_budget`, which JAX comes with. No
+device is needed, and no weight is read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from .checkpoint.restore import open_leaves
 from .config import ModelConfig, load_config
 from .errors import ConfigError
 from .sharding import (
+    PRESETS,
     MeshShape,
     ShardingRules,
     array_pieces,
@@ -41,11 +42,11 @@ Arrays = Mapping[str, Mapping[str, StoredLeaf]]
 """By the path of a leaf, the arrays in memory that it is, by their own paths."""
 
 GB = 10**9
-# As NVIDIA's data sheets advertise the SXM modules; drivers report a little more of the first two
-# (85.5 and 150.8 GB), and 191.5 GB of a B200, of which others promise 180.
+# As NVIDIA's data sheets have the SXM modules. Drivers report 85.5, about 150, and 191.5 GB; the
+# last is also sold as 180.
 DEVICES: Mapping[str, int] = {"H100": 80 * GB, "H200": 141 * GB, "B200": 192 * GB}
-# What JAX may have of it; the rest is for the CUDA context, for what libraries and collectives
-# keep, and for holes. JAX takes 0.75 unless XLA_CLIENT_MEM_FRACTION says so.
+# What JAX may have of it, set by XLA_CLIENT_MEM_FRACTION: it takes 0.75 by itself. The rest is for
+# the CUDA context, for what libraries and collectives keep, and for holes.
 USABLE = 0.9
 
 _DISK = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
@@ -121,7 +122,8 @@ class DeviceBudget:
 
     weights_by_role, state_by_kind: exact, in the order of an audit and of a cache.
     decode, prefill: what a step of one token a row, and a call of `prefill_tokens` tokens a row,
-    hold besides at the moment when that is most, an estimate; see `activation_budget`.
+    hold besides when that is most, an estimate (see `activation_budget`) of what `glm.generate`
+    does: the cache of a call gives its memory to the one after it.
     """
 
     mesh: Mapping[str, int]
@@ -195,18 +197,20 @@ def device_budget(
         CheckpointError: the weights of a directory are not those of a model.
     """
     sizes = (("context", context, 1), ("batch", batch, 1), ("prefill_tokens", prefill_tokens, 1))
-    for name, value, least in (*sizes, ("rewind", rewind, 0)):
+    axes = ((f"mesh axis {axis}", size, 1) for axis, size in mesh.items())
+    for name, value, least in (*sizes, *axes, ("rewind", rewind, 0)):
         if value < least:
             raise ConfigError(f"{name}: expected {least} or more, got {value}")
     if dtype not in _DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(_DTYPES)}, got {dtype!r}")
     rules, mesh = find_rules(rules), dict(mesh)
     config, model, arrays = _arrays(config, dtype, mtp)
-    if mtp and not any(path.startswith("mtp.") for path in model):
-        raise ConfigError("mtp: the config has no MTP layer (num_nextn_predict_layers)")
+    if mtp:
+        if not any(path.startswith("mtp.") for path in model):
+            raise ConfigError("mtp: the config has no MTP layer (num_nextn_predict_layers)")
+        config = replace(config, num_nextn_predict_layers=1)
     check_rules(rules, config, mesh)
     activations = arrays["embed_tokens"]["embed_tokens"].dtype.name
-    state = _state(config, rules, mesh, activations, context, batch, rewind, mtp)
 
     # How the model cuts its work is said where it does, which JAX comes with.
     from .activation_budget import Call, Stages, call_terms, step_terms
@@ -225,10 +229,9 @@ def device_budget(
         mtp=mtp,
         prefill_tokens=prefill_tokens,
         weights_by_role=_weights(rules, mesh, model, arrays),
-        state_by_kind=state,
+        state_by_kind=_state(config, rules, mesh, activations, context, batch, rewind, mtp),
         decode=step_terms(stages(1)),
-        # The cache that is given to the call stays as it is.
-        prefill={"cache behind it": sum(state.values()), **call_terms(stages(prefill_tokens))},
+        prefill=call_terms(stages(prefill_tokens)),
     )
 
 
@@ -296,30 +299,25 @@ def device_budget_dict(budget: DeviceBudget) -> dict[str, Any]:
 def device_budget_text(budget: DeviceBudget) -> str:
     """A budget as a table to read."""
     mesh = ",".join(f"{name}={size}" for name, size in budget.mesh.items())
+    rules = next((name for name, preset in PRESETS.items() if preset == budget.rules), "of its own")
+    sections = (
+        ("weights", budget.weights_by_role),
+        ("state", budget.state_by_kind),
+        ("a step of decoding, about", budget.decode),
+        (f"a call of {budget.prefill_tokens:,} tokens a row, about", budget.prefill),
+    )
+    entry = "{:<38}{:>20} B".format
     lines = [
-        f"each of {budget.devices} devices ({mesh}): weights {budget.dtype}, "
-        f"{budget.batch} rows of {budget.context:,} tokens"
+        f"each of {budget.devices} devices, mesh {mesh or 'of one'}, rules {rules}, weights "
+        f"{budget.dtype}, {budget.batch} rows of {budget.context:,} tokens"
     ]
-    entry = "{:<34}{:>20} B".format
-    sections = [
-        ("weights", budget.weights, budget.weights_by_role),
-        ("state", budget.state, budget.state_by_kind),
-        ("a step of decoding, estimated", sum(budget.decode.values()), budget.decode),
-        (
-            f"reading {budget.prefill_tokens:,} tokens a row, est.",
-            sum(budget.prefill.values()),
-            budget.prefill,
-        ),
-    ]
-    for title, total, terms in sections:
-        lines += ["", entry(title, f"{total:,}")]
+    for title, terms in sections:
+        lines += ["", entry(title, f"{sum(terms.values()):,}")]
         lines += [entry(f"  {name}", f"{size:,}") for name, size in terms.items()]
-    lines += ["", entry("total, the larger call's", f"{budget.total:,}"), ""]
+    lines += ["", entry("total, with the larger of the two", f"{budget.total:,}"), ""]
     for name, size in DEVICES.items():
-        room = int(USABLE * size)
-        word = "fits" if budget.fits[name] else "does not fit"
-        lines.append(
-            f"{name} {size // GB} GB, {room / GB:.1f} GB of it for JAX: {word}, "
-            f"{abs(room - budget.total) / GB:.1f} GB {'free' if budget.fits[name] else 'too much'}"
-        )
+        room = USABLE * size - budget.total
+        word = "fits, {:.1f} GB free" if budget.fits[name] else "does not fit, {:.1f} GB too much"
+        of = f"{name}, {USABLE * size / GB:.1f} GB for JAX of {size / GB:.0f}"
+        lines.append(f"{of}: {word.format(abs(room) / GB)}")
     return "\n".join(lines)

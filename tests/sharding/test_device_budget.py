@@ -21,6 +21,7 @@ from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
 from glm5_jax.cli import main
 from glm5_jax.config import QuantizationConfig, load_config
 from glm5_jax.errors import CheckpointError, ConfigError
+from glm5_jax.generation import PREFILL_WIDTHS
 from glm5_jax.mesh_budget import DEVICES, USABLE, device_budget, planned_arrays
 from glm5_jax.model import abstract_model
 from glm5_jax.nn.placement import Placement
@@ -77,16 +78,16 @@ def test_on_one_device_the_weights_are_those_of_the_release(dtype, layout):
     assert device_budget(RELEASE, {}, dtype=dtype, mtp=True).weights == text + mtp
 
 
+sizes = []
+
+
 class Recording(Placement):
-    """Counts what would lie on one device."""
+    """Counts in `sizes` what would lie on one device."""
 
     def place(self, x, *axes):
         part = NamedSharding(self.mesh, self.spec(x.shape, axes)).shard_shape(x.shape)
         sizes.append(math.prod(part) * x.dtype.itemsize)
         return x
-
-
-sizes = []
 
 
 @pytest.mark.parametrize("preset", MESHES)
@@ -164,7 +165,8 @@ def planned(directories, rules):
 
 
 # Measured besides, in float32 and FP8: hidden sizes of 48, 512 and 4096, 4 to 16 rows of 1 to 1024
-# tokens, 128 to 131,072 slots: 1.0 to 1.9 times, with FSDP 1.1 to 2.3.
+# tokens, 128 to 131,072 slots. The plan was 1.0 to 1.9 times what XLA allocates, with FSDP 1.1 to
+# 2.3 times.
 AT_MOST = {"tp": 2.0, "ep": 2.0, "tp_ep": 2.0, "fsdp": 2.5}
 
 
@@ -174,13 +176,15 @@ def test_what_xla_allocates_is_what_was_planned_and_not_much_less(allocated, dir
     arguments, step = found["step"]
     assert arguments == budget.weights + budget.state
     plan_of_step = sum(budget.decode.values())
-    plan_of_call = sum(budget.prefill.values()) - budget.state
+    plan_of_call = sum(budget.prefill.values())
     assert found["call"] <= plan_of_call <= AT_MOST[rules] * found["call"]
-    if CASES[rules]["stored"] == "bfloat16":
-        # A CPU has no bfloat16: it holds weights and caches as float32 too.
-        assert step <= plan_of_step + 2 * arguments
-    else:
-        assert step <= plan_of_step <= AT_MOST[rules] * step
+    assert step <= plan_of_step + widened(rules) * arguments
+    assert plan_of_step <= AT_MOST[rules] * step
+
+
+def widened(rules):
+    """How often XLA for CPUs has weights and caches besides: before JAX 0.11 also as float32."""
+    return 2 if CASES[rules]["stored"] == "bfloat16" and jax.__version_info__ < (0, 11) else 0
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "fp8"])
@@ -223,6 +227,7 @@ def test_what_a_budget_adds_up():
         (dict(mesh={"tensor": 32}), "2048 in blocks of 128 cannot be divided over tensor = 32"),
         (dict(rules="pp"), "expected ShardingRules or tp, ep, tp_ep, fsdp, got 'pp'"),
         (dict(dtype="int4"), "dtype: expected one of stored, .* got 'int4'"),
+        (dict(mesh={"tensor": 0}), "mesh axis tensor: expected 1 or more, got 0"),
         (dict(batch=0), "batch: expected 1 or more, got 0"),
         (dict(context=0), "context: expected 1 or more, got 0"),
         (dict(rewind=-1), "rewind: expected 0 or more, got -1"),
@@ -244,6 +249,10 @@ def test_what_cannot_be_planned_is_one_clear_line(given, message):
     with pytest.raises(ConfigError, match=message) as error:
         device_budget(**(dict(config=RELEASE, mesh={"tensor": 8}, dtype="fp8") | given))
     assert "\n" not in str(error.value)
+
+
+def test_prompts_are_read_as_generate_reads_them():
+    assert device_budget(RELEASE, {"tensor": 8}).prefill_tokens == PREFILL_WIDTHS[0]
 
 
 def test_mtp_that_is_not_stored_is_refused(directories):
@@ -275,7 +284,7 @@ def test_the_command_prints_the_budget():
     for size in (budget.weights, budget.state, budget.total, *budget.prefill.values()):
         assert f"{size:,} B" in out
     for name, size in DEVICES.items():
-        assert f"{name} {size // 10**9} GB" in out
+        assert f"{name}, {USABLE * size / 10**9:.1f} GB for JAX of {size // 10**9}: fits" in out
     status, out, _ = run(*asked, "--json")
     assert status == 0
     found = json.loads(out)
