@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,10 +123,10 @@ class KDA(nnx.Module):
             o, recurrent = self._chunks(*inputs, True, implementation)
             replay = state.replay
         else:
+            replayed = self._replayed_along if self._cut(x) else self._replayed
             new = Replay(k, v, g, beta)
-            o, recurrent, replay = self._replayed(q, new, stretch, state, implementation)
-        assert recurrent is not None
-        conv = self._last_columns(columns, state.conv, stretch.count)
+            o, recurrent, replay = replayed(q, new, stretch, state, implementation)
+        conv = self._last(jnp.stack(columns, axis=2), state.conv, stretch.count, None, "kda_heads")
         return self._output(x, o), KDAState(recurrent, conv, replay)
 
     def _replayed(
@@ -152,16 +153,59 @@ class KDA(nnx.Module):
         first = jax.tree.map(lambda h: h[:, :T], rows)
         last = jax.tree.map(lambda h: h[:, T:], rows)
 
+        o_first, recurrent = self._rows(q[:, :T], first, state.recurrent, implementation)
+        o_last, _ = self._rows(q[:, T:], last, recurrent, implementation)
+        o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
+        return shift_tokens(o, stretch.count - T), recurrent, last
+
+    def _replayed_along(
+        self,
+        q: Float[Array, "B T H D"],
+        new: Replay,
+        stretch: Stretch,
+        state: KDAState,
+        implementation: Implementation,
+    ) -> tuple[Float[Array, "B T H D"], Float[Array, "B H D D"], Replay]:
+        """The same where tokens are cut over devices: none is moved, but for the last n.
+
+        What goes in for good are the first `count` of replayed and new tokens. The last n come from
+        wherever they are, and their outputs go there.
+        """
+        old, count = state.replay, stretch.count
+        n = old.k.shape[1]
+        nothing = jnp.zeros((len(q), n, *q.shape[2:]), q.dtype)
+        goes_in = jnp.arange(n) < count[:, None]
+        first = jax.tree.map(
+            lambda h: jnp.where(goes_in.reshape(*goes_in.shape, *[1] * (h.ndim - 2)), h, 0), old
+        )
+        _, recurrent = self._rows(nothing, first, state.recurrent, implementation)
+        inputs = (q, new.k, new.v, new.g, new.beta), recurrent, jnp.maximum(count - n, 0)
+        o, recurrent = self._chunks(*inputs, True, implementation)
+
+        q_last, last = jax.tree.map(
+            lambda old, new: self._last(new, old, count, "kda_heads", *[None] * (new.ndim - 3)),
+            (nothing, old),
+            (q, new),
+        )
+        o_last, _ = self._rows(q_last, last, recurrent, implementation)
+        at = jnp.arange(q.shape[1]) - count[:, None] + n
+        o_last = jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(o_last, at)
+        is_last = (at >= 0) & (at < n)
+        return jnp.where(is_last[..., None, None], o_last, o), recurrent, last
+
+    def _rows(
+        self,
+        q: Float[Array, "B n H D"],
+        rows: Replay,
+        state: Float[Array, "B H D D"],
+        implementation: Implementation,
+    ) -> tuple[Array, Array]:
+        """`recurrent_kda`, of a few rows."""
+
         def run(q, k, v, g, beta, initial_state, lengths):
             return recurrent_kda(q, k, v, g, beta, initial_state, implementation=implementation)
 
-        def recur(q, rows, recurrent):
-            return self._recur(run, (q, rows.k, rows.v, rows.g, rows.beta), recurrent, None)
-
-        o_first, recurrent = recur(q[:, :T], first, state.recurrent)
-        o_last, _ = recur(q[:, T:], last, recurrent)
-        o = jnp.concatenate([o_first, o_last], axis=1)[:, n:]
-        return shift_tokens(o, stretch.count - T), recurrent, last
+        return self._recur(run, (q, rows.k, rows.v, rows.g, rows.beta), state, None)
 
     def _chunks(
         self,
@@ -170,7 +214,7 @@ class KDA(nnx.Module):
         lengths: Int[Array, " B"] | None,
         final: bool,
         implementation: Implementation,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float[Array, "B T H D"], Any]:
         """`chunk_kda`, with its state where `final`; on a mesh also cut by tokens."""
         axes = self._cut(tokens[0])
         operation = functools.partial(context_kda, axes=axes) if axes else chunk_kda
@@ -179,12 +223,12 @@ class KDA(nnx.Module):
 
     def _recur(
         self,
-        run: Callable[..., tuple[Array, Array | None]],
+        run: Callable[..., tuple[Array, Any]],
         tokens: tuple[Float[Array, "B T H ..."], ...],
         state: Float[Array, "B H D D"] | None,
         lengths: Int[Array, " B"] | None,
         along: str | None = None,
-    ) -> tuple[Array, Array | None]:
+    ) -> tuple[Float[Array, "B T H D"], Any]:
         """`run(*tokens, initial_state=…, lengths=…)`: on a mesh each device its rows and heads.
 
         A head needs no other, and XLA could not cut a kernel. `along` cuts the tokens.
@@ -224,19 +268,19 @@ class KDA(nnx.Module):
         inputs = zip(columns, taps, jnp.moveaxis(before, 2, 0), strict=True)
         return [self._by_head(convolve(*of)) for of in inputs]
 
-    def _last_columns(
+    def _last(
         self,
-        columns: list[Float[Array, "B T HD"]],
-        before: Float[Array, "B C 3 HD"],
+        x: Float[Array, "B T *C"],
+        before: Float[Array, "B n *C"],
         count: Int[Array, " B"],
-    ) -> Float[Array, "B C 3 HD"]:
-        """What `KDAState.conv` is after `count` more tokens of each row."""
-        x = jnp.stack(columns, axis=2)
-        if self.placement is not None and (axes := self._cut(x)):
+        *axes: str | None,
+    ) -> Float[Array, "B n *C"]:
+        """The last n of `before` and of each row's first `count` of `x`. `axes` are those of C."""
+        if self.placement is not None and (cut := self._cut(x)):
             spec = self.placement.spec
-            token = spec(x.shape, ("batch", "sequence", None, "kda_heads"))
-            ends = spec(before.shape, ("batch", None, None, "kda_heads"))
-            own = functools.partial(last_columns, axes=axes)
+            token = spec(x.shape, ("batch", "sequence", *axes))
+            ends = spec(before.shape, ("batch", None, *axes))
+            own = functools.partial(last_columns, axes=cut)
             specs = token, ends, spec(count.shape, ("batch",))
             return self.placement.over(own, specs, ends)(x, before, count)
         T = x.shape[1]

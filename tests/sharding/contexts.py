@@ -115,11 +115,12 @@ def whole(model, tokens, mask):
 
 @partial(jax.jit, static_argnums=3)
 def continued(model, tokens, mask, rewind):
-    """Logits and cache of a prefill, of one that continues it, of one too short, of a token."""
+    """Logits and cache of a prefill and of one more call: of more tokens, or of one."""
     cache, found = model.init_cache(len(tokens), 64, rewind), []
-    for n in (TOKENS, TOKENS // 2, 1):
-        logits, cache = model.prefill(tokens[:, :n], cache, mask[:, :n])
-        found.append(jnp.where(mask[:, :n, None], logits, 0))
+    for n in (TOKENS, TOKENS // 2 if rewind else 1):
+        # Of the second row one token comes, with which not all that is replayed goes in; or none.
+        logits, cache = model.prefill(tokens[:, -n:], cache, mask[:, -n:])
+        found.append(jnp.where(mask[:, -n:, None], logits, 0))
     return found, cache
 
 
@@ -144,7 +145,7 @@ def furthest(ours, theirs):
 def main(path):
     rng = np.random.default_rng()
     tokens, mask = rng.integers(0, 224, (2, TOKENS)), np.ones((2, TOKENS), int)
-    mask[0, :3] = mask[1, -5:] = 0
+    mask[0, :3] = mask[1, 9:] = 0
     alone = glm.load(path, dtype="float64")
     passed = jax.jit(whole)(alone, tokens, mask)
     caches = {rewind: continued(alone, tokens, mask, rewind) for rewind in (0, 2)}
