@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .numerics.explain import explain
     from .numerics.trace import Trace
     from .numerics.tracing import trace
+    from .sharding import ShardingRules
     from .skeleton import Skeleton
     from .streaming import LayerStream, stream_layers
 
@@ -35,6 +36,7 @@ _HOME = {
     "ConfigError": "errors",
     "LayerStream": "streaming",
     "ModelConfig": "config",
+    "ShardingRules": "sharding",
     "Skeleton": "skeleton",
     "TextModel": "model",
     "Trace": "numerics.trace",
@@ -62,6 +64,7 @@ __all__ = [
     "ConfigError",
     "LayerStream",
     "ModelConfig",
+    "ShardingRules",
     "Skeleton",
     "TextModel",
     "Trace",
