@@ -192,7 +192,7 @@ class Staging:
     @contextmanager
     def finishing(self) -> Iterator[None]:
         """While no other process merges or places; `placed` tells whether one has."""
-        with self._company.wait_for("finishing.lock"):
+        with self._company.wait_for("placing"):
             yield
 
     def merge(self, paths: Iterable[str], beside: Iterable[Path] = ()) -> Path:
@@ -203,7 +203,8 @@ class Staging:
         """
         merged = self.root / _FINISHING
         try:
-            remove(merged)
+            for left in self.root.glob(f"{_FINISHING}*"):  # by a process that was killed here
+                remove(left)
             write_tree(merged, paths)
             databases = []
             groups = [_group_name(number) for number in sorted(self.finished())]

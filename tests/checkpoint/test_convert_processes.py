@@ -230,6 +230,25 @@ def test_processes_that_disagree_are_refused(
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
+def test_what_one_process_fails_at_another_does(tmp_path, tiny, converted):
+    failed = []
+
+    def fail(done, total, label):
+        failed.append(label)
+        raise KeyboardInterrupt
+
+    def go_on(done, total, label):
+        if label == "layer 1" and not failed:
+            with pytest.raises(KeyboardInterrupt):
+                convert(tiny(), tmp_path / "out", process=(1, 2), progress=fail)
+
+    report = convert(tiny(), tmp_path / "out", process=(0, 2), progress=go_on)
+    assert len(failed) == 1
+    assert report.written == report.bytes
+    assert_same(tmp_path / "out", converted())
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
 def test_who_comes_late_finds_all_done_and_who_never_comes_is_not_waited_for(
     tmp_path, tiny, monkeypatch
 ):
@@ -314,6 +333,18 @@ def test_a_process_is_one_of_those_that_there_are(tmp_path, tiny, process):
     with pytest.raises(CheckpointError, match="expected an index from 0 and below the count, got"):
         convert(tiny(), tmp_path / "out", process=process)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_are_converted_without_jax(tmp_path, tiny):
+    """It comes with Orbax, which writes the tree at the end."""
+    script = (
+        "import sys; from glm5_jax.checkpoint import convert, staging;"
+        "staging.write_tree = lambda *_: sys.exit('jax' in sys.modules);"
+        "convert.convert(*sys.argv[1:], process=(0, 2)); sys.exit(2)"
+    )
+    command = [sys.executable, "-c", script, str(tiny()), str(tmp_path / "out")]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
+    assert done.returncode == 0
 
 
 DISTRIBUTED = """
