@@ -115,11 +115,13 @@ class Stages:
         }
 
     def hyper_connection(self) -> Terms:
-        """Streams times coefficients, before they are summed."""
-        d = self.config.dims
+        """Streams times coefficients, before they are summed, and sums before they are rounded."""
+        d, wide = self.config.dims, self.call.wide
+        of_streams = self.tokens * d["M"] * d["X"] * wide
         return {
             **self.site(),
-            "weighed streams": self.tokens * d["M"] * d["X"] * self.call.wide,
+            "weighed streams": of_streams,
+            "unrounded streams": of_streams if wide > self.call.narrow else 0,
         }
 
     def kda(self) -> Terms:
@@ -231,6 +233,7 @@ class Stages:
         may make all of them before all else, as they hang on no token.
         """
         narrow, wide, terms = self.call.narrow, self.call.wide, Counter[str]()
+        largest = 0
         for path, leaf in self.model.items():
             if not path.startswith(below) or leaf.role == "moe_expert" or path.startswith("mtp."):
                 continue
@@ -241,7 +244,11 @@ class Stages:
             elif leaf.role in _WIDE and self.arrays[path][path].dtype.itemsize < wide:
                 terms["widened weights"] += size * wide
             if self.gathers and "embed" in leaf.axes:
-                terms["gathered weights"] += math.prod(leaf.shape) * narrow
+                whole = math.prod(leaf.shape) * narrow
+                terms["gathered weights"] += whole
+                largest = max(largest, whole)
+        # As it comes, and in the order in which it is used.
+        terms["gathered weights"] += largest
         return dict(terms)
 
     def of_layer(self, layer: SkeletonLayer) -> list[Terms]:

@@ -164,10 +164,10 @@ def planned(directories, rules):
     )
 
 
-# Measured besides, in float32 and FP8: hidden sizes of 48, 512 and 4096, 4 to 16 rows of 1 to 1024
-# tokens, 128 to 131,072 slots. The plan was 1.0 to 1.9 times what XLA allocates, with FSDP 1.1 to
-# 2.3 times.
-AT_MOST = {"tp": 2.0, "ep": 2.0, "tp_ep": 2.0, "fsdp": 2.5}
+# Measured besides, in float32 and FP8, and with JAX 0.11 in bfloat16: hidden sizes of 48, 512 and
+# 4096, 4 to 16 rows of 1 to 1024 tokens, 128 to 131,072 slots. The plan was 1.0 to 1.9 times what
+# XLA allocates, with FSDP 1.0 to 2.6 times.
+AT_MOST = {"tp": 2.0, "ep": 2.0, "tp_ep": 2.0, "fsdp": 2.7}
 
 
 @pytest.mark.parametrize("rules", CASES)
