@@ -59,8 +59,10 @@ class ShardingRules:
     batch: rows of a batch, in activations and caches. Where they are cut along the axis of the
     experts, the devices do different rows in the mixers and share their tokens in the experts.
     sequence: the tokens of a row, in activations (context parallelism), where they come out even:
-    not in decoding, which has one. KDA passes its state on from one device to the next, DSA gathers
-    latents and index keys, experts on the same axis gather tokens as for `batch`. No preset has it.
+    not in decoding, which has one. KDA sends the columns that its convolution looks back at and
+    what a device's tokens do to the state; DSA gathers latents, index keys and their gates; experts
+    on the same axis gather tokens as for `batch`. For a cache the last columns and the states are
+    summed, and the hidden states moved to where padding on the left had them. In no preset.
     """
 
     vocab: str | Axes = ()
