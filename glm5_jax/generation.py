@@ -22,6 +22,7 @@ from glm5_jax.inputs import checked_inputs
 from glm5_jax.model import TextModel, head_logits
 from glm5_jax.nn.placement import Placement, place
 from glm5_jax.nn.types import Activations, GivenMask, Tokens
+from glm5_jax.processes import on_host
 from glm5_jax.sampling import Sampling, choose, make_sampling
 from glm5_jax.token_batch import right_padded
 
@@ -380,7 +381,7 @@ def _prompt_rows(
             raise ValueError("tokens: expected a prompt, got an empty list")
         checked_inputs(np.concatenate(rows)[None], None, vocab_size)
         return rows
-    ids, real = (np.asarray(x) for x in checked_inputs(tokens, mask, vocab_size))
+    ids, real = map(on_host, checked_inputs(tokens, mask, vocab_size))
     rows = [row[kept] for row, kept in zip(ids, real, strict=True)]
     for i, row in enumerate(rows):
         if not row.size:

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from glm5_jax.nn.types import GivenMask, Mask, Tokens
+from glm5_jax.processes import on_host
 
 
 def checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> tuple[Tokens, Mask]:
@@ -34,7 +35,7 @@ def checked_inputs(tokens: Tokens, mask: GivenMask | None, vocab_size: int) -> t
     if mask.shape != tokens.shape:
         raise ValueError(f"mask: expected the tokens' shape {tokens.shape}, got {mask.shape}")
     if not isinstance(mask, jax.core.Tracer):
-        known = np.asarray(mask)
+        known = on_host(mask)
         if not np.isin(known, (0, 1)).all():
             raise ValueError("mask: expected 1 for real tokens and 0 for padding, got other values")
         starts = np.diff(known.astype(np.int8), axis=1, prepend=0) == 1

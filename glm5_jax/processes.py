@@ -6,6 +6,7 @@ same functions with the same arguments in each of them; every process gets the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import jax
@@ -27,8 +28,11 @@ def join(coordinator: str, process: int | None = None, processes: int | None = N
     a status that is not 0, at most `HEARTBEAT_SECONDS` later.
 
     Raises:
-        ConfigError: one line, where they do not find each other.
+        ConfigError: one line, where it is not known who belongs together. Where that is known and
+            one does not come, JAX ends the others after five minutes.
     """
+    if coordinator != "auto" and not re.fullmatch(r"\S+:[0-9]+", coordinator):
+        raise ConfigError(f"coordinator: expected HOST:PORT or auto, got {coordinator!r}")
     try:
         jax.distributed.initialize(
             None if coordinator == "auto" else coordinator,
@@ -38,12 +42,14 @@ def join(coordinator: str, process: int | None = None, processes: int | None = N
             shutdown_timeout_seconds=HEARTBEAT_SECONDS,
         )
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{coordinator}: {' '.join(str(error).split())}") from error
+        hint = "; give HOST:PORT, and each process its number" if coordinator == "auto" else ""
+        problem = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"coordinator {coordinator}: {problem}{hint}") from error
 
 
-def on_host(x: jax.Array) -> np.ndarray:
+def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
     """All of an array in every process, also of one that is cut over the devices of several."""
-    if x.is_fully_addressable or x.is_fully_replicated:
+    if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     return process_allgather(x, tiled=True)
 

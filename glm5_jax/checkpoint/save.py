@@ -129,6 +129,8 @@ def _write(directory: Path, arrays: Mapping[str, jax.Array | np.ndarray]) -> Non
     context = ocp.Context()
     context.array.saving.use_compression = False
     context.array.saving.enable_write_sharding_file = False
+    # Less than a chunk is not shared out among those who have it: each shape would be compiled for.
+    context.array.saving.min_slice_bytes_for_replica_parallel = CHUNK_BYTES
     context.array.saving.scoped_storage_options_creator = chunked
     context.memory.deepcopy_host_arrays = False
     try:

@@ -52,12 +52,12 @@ def trace(
         # What is small may stay where it is until all has been asked for.
         sites[name] = on_host(value) if reduce == "full" else value
 
-    record = Recorder(take, wanted, None if np.all(known) else known)
+    record = Recorder(take, wanted, None if on_host(known).all() else known)
     model(tokens, known, record=record, implementation=implementation)
     return Trace(
         sites if reduce == "full" else jax.tree.map(on_host, sites),
-        np.asarray(tokens, np.int32),
-        np.asarray(known),
+        on_host(tokens).astype(np.int32),
+        on_host(known),
         complete_meta(_metadata(model, implementation), reduce),
     )
 
