@@ -8,16 +8,17 @@ U and o₀ are the operation itself on a state of zeros; M and R are the operati
 the identity. So each device goes twice through its own tokens, at the same time as all others, and
 no token is seen by another. What is passed on are M and U. They compose, and the composition is
 associative, so that log₂ n rounds do for n devices: in round i each device sends what its last 2^i
-stretches do to the device 2^i behind. M never grows (decay and delta rule shrink or keep every
-direction), so nothing is lost in a product of many of them.
+stretches do to the device 2^i behind. With keys of length one M never grows, as decay and delta
+rule shrink or keep every direction: nothing is lost in a product of many of them.
 
 Per row and head a device sends K (K + V) numbers in a round but the last, K V in that and once more
 for the state before its own stretch: with n = 8, K = V = 128 and 64 heads, 24 MiB a row. Gathering
 every M and U on every device would be one round of 56 MiB; a chain, where each waits for the state
-of the one before it, n rounds of 4 MiB, one after the other. The final state, which every device
-needs to decode, is one sum of K V numbers.
+of the one before it, n − 1 rounds of 4 MiB, one behind the other. The final state, which all
+devices need to decode, is one sum of K V numbers.
 
-Source: Kimi Linear (arXiv:2510.26692), the recurrence; Blelloch's scan, the rounds.
+Source: Kimi Linear (arXiv:2510.26692), the recurrence; Hillis and Steele, "Data parallel
+algorithms" (1986), the rounds.
 """
 
 from collections.abc import Sequence

@@ -30,7 +30,11 @@ from glm5_jax.specs import leaves
 from pallas_kernels.aot import TARGETS
 
 ROWS, CAPACITY, PROMPT = 8, 4096, 1024
-MESHES = {"tp": {"tensor": 8}, "tp_ep": {"tensor": 4, "expert": 2}}
+CUTS = {
+    "tp": ({"tensor": 8}, PRESETS["tp"]),
+    "tp_ep": ({"tensor": 4, "expert": 2}, PRESETS["tp_ep"]),
+    "context": ({"context": 2, "tensor": 4}, replace(PRESETS["tp"], sequence="context")),
+}
 
 
 def mesh_of(shape, where):
@@ -57,17 +61,19 @@ def arguments(config, on):
     return abstract_model(config, arrays, on), cache
 
 
-def lower(config, preset, where, prompt=None):
+def lower(config, cut, where, prompt=None):
     """A step of decoding, or the prefill of a prompt; and the bytes that a device is given."""
-    mesh = mesh_of(MESHES[preset], where)
-    on = Placement(mesh, PRESETS[preset])
+    shape, rules = CUTS[cut]
+    mesh = mesh_of(shape, where)
+    on = Placement(mesh, rules)
     shape = (ROWS,) if prompt is None else (ROWS, prompt)
     tokens = on.place(jax.ShapeDtypeStruct(shape, jnp.int32), *[None] * len(shape))
     model, cache = arguments(config, on)
     step = TextModel.decode if prompt is None else TextModel.prefill
     step = jax.jit(step, donate_argnums=2)
     # What a kernel asks for the kind of device.
-    kind = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if where == "h200" else nullcontext()
+    simulated = where == "simulated"
+    kind = nullcontext() if simulated else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
     with kind:
         lowered = step.lower(model, tokens, cache)
     given = (
@@ -77,7 +83,7 @@ def lower(config, preset, where, prompt=None):
     return lowered, sum(given)
 
 
-def described(lowered, _):
+def described(lowered):
     """Of the lowered text: its arguments [shape, cut, how often], and its kernels.
 
     A kernel is [shapes in, shapes out, how often]: layers of a kind are one function, so that many
@@ -115,17 +121,16 @@ def compiled(lowered, given):
 
 
 def main(where, config, few):
-    """By preset, the steps of all layers; and what the compiler says of one of `few` layers."""
-    config, found = glm.load_config(config), {}
-    for preset in MESHES:
-        found[preset] = {
-            "decode": described(*lower(config, preset, where)),
-            "prefill": described(*lower(config, preset, where, prompt=PROMPT)),
-        }
+    """Calls of all layers by what they are and how they are cut; and one of `few`, compiled."""
+    config = glm.load_config(config)
     fp8 = replace(config, quantization=QuantizationConfig("fp8", (128, 128)))
-    found["tp"]["fp8"] = described(*lower(fp8, "tp", where))
+    calls = {f"decode {cut}": lower(config, cut, where) for cut in ("tp", "tp_ep")}
+    calls["decode tp fp8"] = lower(fp8, "tp", where)
+    for cut in ("tp_ep", "context"):
+        calls[f"prefill {cut}"] = lower(config, cut, where, prompt=PROMPT)
+    found = {name: described(lowered) for name, (lowered, _) in calls.items()}
     if few:
-        found["tp_ep"]["compiled"] = compiled(*lower(glm.load_config(few), "tp_ep", where))
+        found["compiled"] = compiled(*lower(glm.load_config(few), "tp_ep", where))
     return found
 
 

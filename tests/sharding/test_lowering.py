@@ -1,6 +1,6 @@
 """The released geometry, cut over eight H200s that are not at hand, lowers with its GPU kernels.
 
-Each device's kernels are called with its own rows and heads. A mesh without any device will not do,
+Each device's kernels take its own rows, heads and tokens. A mesh without any device will not do,
 as `nn/largest.py` needs devices to be lowered: on JAX 0.11 with the extra `aot` the eight are H200s
 that a compiler stands for. Elsewhere they are a CPU's, and XLA's forms take the place of kernels.
 With GLM5_JAX_GATES set, as in CI, the extra must be there, and two layers are compiled too.
@@ -50,7 +50,7 @@ def on_h200s(tmp_path_factory):
     try:
         root = str(toolkit())
     except CannotCompile as error:
-        if GATES and "needs JAX 0.11" not in str(error):
+        if GATES:
             pytest.fail(str(error))
         pytest.skip(str(error))
     few = tmp_path_factory.mktemp("few") / "config.json"
@@ -77,31 +77,27 @@ def cuts(found):
     return {(shape, cut): n for shape, cut, n in found["arguments"]}
 
 
-# Experts are cut by width, and between `expert` where there is such an axis; caches by rows there.
-EXPERTS = {"tp": "{}", "tp_ep": '{"expert"}'}
-
-
-@pytest.mark.parametrize("preset", EXPERTS)
-def test_arguments_are_cut_as_the_rules_say(lowered, preset):
-    by = EXPERTS[preset]
-    for step in ("decode", "prefill"):
-        found = cuts(lowered[preset][step])
-        expected = {
-            ("154880x4096xbf16", '[{"tensor"}, {}]'): 2,  # the embedding and the head
-            ("8192x4096xbf16", '[{"tensor"}, {}]'): 3 * 34,  # q, k and v of KDA
-            ("4096x8192xbf16", '[{}, {"tensor"}]'): 34,  # its output
-            ("24576x4xbf16", "[{}, {}]"): 34,  # its convolution
-            ("32768x512xbf16", '[{"tensor"}, {}]'): 11,  # kv_b of DSA
-            ("288x2048x4096xbf16", f'[{by}, {{"tensor"}}, {{}}]'): 2 * 42,
-            ("288x4096x2048xbf16", f'[{by}, {{}}, {{"tensor"}}]'): 42,
-            ("8x64x128x128xf32", f'[{by}, {{"tensor"}}, {{}}, {{}}]'): 34,  # recurrent states
-            ("8x4096x512xbf16", f"[{by}, {{}}, {{}}]"): 11,  # latents
-        }
-        assert expected.items() <= found.items()
+@pytest.mark.parametrize("call", ["decode tp", "decode tp_ep", "prefill tp_ep", "prefill context"])
+def test_arguments_are_cut_as_the_rules_say(lowered, call):
+    found = cuts(lowered[call])
+    # With such an axis, experts are cut between, and caches by rows.
+    by = '{"expert"}' if "tp_ep" in call else "{}"
+    expected = {
+        ("154880x4096xbf16", '[{"tensor"}, {}]'): 2,  # the embedding and the head
+        ("8192x4096xbf16", '[{"tensor"}, {}]'): 3 * 34,  # q, k and v of KDA
+        ("4096x8192xbf16", '[{}, {"tensor"}]'): 34,  # its output
+        ("24576x4xbf16", "[{}, {}]"): 34,  # its convolution
+        ("32768x512xbf16", '[{"tensor"}, {}]'): 11,  # kv_b of DSA
+        ("288x2048x4096xbf16", f'[{by}, {{"tensor"}}, {{}}]'): 2 * 42,
+        ("288x4096x2048xbf16", f'[{by}, {{}}, {{"tensor"}}]'): 42,
+        ("8x64x128x128xf32", f'[{by}, {{"tensor"}}, {{}}, {{}}]'): 34,  # recurrent states
+        ("8x4096x512xbf16", f"[{by}, {{}}, {{}}]"): 11,  # latents
+    }
+    assert expected.items() <= found.items()
 
 
 def test_codes_and_scales_are_cut_alike(lowered):
-    found = cuts(lowered["tp"]["fp8"])
+    found = cuts(lowered["decode tp fp8"])
     expected = {
         ("288x2048x4096xf8E4M3FN", '[{}, {"tensor"}, {}]'): 2 * 42,
         ("288x16x32xf32", '[{}, {"tensor"}, {}]'): 2 * 42,
@@ -112,33 +108,34 @@ def test_codes_and_scales_are_cut_alike(lowered):
 
 
 @pytest.mark.parametrize(
-    ("preset", "step", "rows", "heads"),
+    ("call", "rows", "heads", "tokens", "queries", "passes"),
     [
-        ("tp", "decode", 8, 8),
-        ("tp", "fp8", 8, 8),
-        ("tp", "prefill", 8, 8),
-        ("tp_ep", "decode", 4, 16),
-        ("tp_ep", "prefill", 4, 16),
+        ("decode tp", 8, 8, 64, 1, 1),  # tokens are whole chunks, queries those of a block
+        ("decode tp fp8", 8, 8, 64, 1, 1),
+        ("decode tp_ep", 4, 16, 64, 1, 1),
+        ("prefill tp_ep", 4, 16, 1024, 128, 1),
+        ("prefill context", 8, 16, 512, 128, 2),
     ],
 )
-def test_each_device_runs_the_kernels_of_its_own_rows_and_heads(
-    on_h200s, preset, step, rows, heads
+def test_each_device_runs_the_kernels_of_its_own_rows_heads_and_tokens(
+    on_h200s, call, rows, heads, tokens, queries, passes
 ):
-    tokens, queries = (1024, 128) if step == "prefill" else (64, 1)  # whole chunks; of a block
-    prepare, scan, attend = on_h200s[preset][step]["kernels"]
-    q, k, g, beta = prepare[0]
-    assert q == k == f"{rows}x{tokens}x{heads}x128xbf16"
-    assert (g, beta) == (f"{rows}x{tokens}x{heads}x128xf32", f"{rows}x{heads}x{tokens}xf32")
-    assert scan[0][-2:] == [q, f"{rows}x{heads}x128x128xf32"]
-    assert scan[1] == scan[0][-2:]  # o, and the state
+    *kda, attend = on_h200s[call]["kernels"]
+    assert [calls for *_, calls in kda] == 2 * passes * [34]
+    for prepare, scan in zip(kda[::2], kda[1::2], strict=True):
+        q, k, g, beta = prepare[0]
+        assert q == k == f"{rows}x{tokens}x{heads}x128xbf16"
+        assert (g, beta) == (f"{rows}x{tokens}x{heads}x128xf32", f"{rows}x{heads}x{tokens}xf32")
+        assert scan[0][-2:] == [q, f"{rows}x{heads}x128x128xf32"]
+        assert scan[1] == scan[0][-2:]  # o, and the state
     # This kernel has room for 64 heads; what is more than a device's own are zeros.
     assert attend[0][:2] == [f"{rows * queries}x64x512xbf16", f"{rows}x4096x512xbf16"]
-    assert [calls for *_, calls in (prepare, scan, attend)] == [34, 34, 11]
+    assert attend[-1] == 11
 
 
 @pytest.mark.skipif(not GATES, reason="compiled where GLM5_JAX_GATES is set")
 def test_two_layers_compile_and_send_activations_alone(on_h200s):
-    found = on_h200s["tp_ep"]["compiled"]
+    found = on_h200s["compiled"]
     compiled, counted = found["given"]
     assert compiled == counted  # weights, cache and tokens of a device, in bytes
     kept, made = found["kept"]
