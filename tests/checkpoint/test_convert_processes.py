@@ -42,6 +42,14 @@ def after_claims(action):
         return directory
     staging.Staging.claim = wrapped
 
+placed = []
+
+def place(directory, out, original=staging.place_directory):
+    placed.append(out)
+    original(directory, out)
+
+staging.place_directory = place
+
 def child(source, out, index, count, prepare=lambda: None):
     pid = os.fork()
     if pid:
@@ -49,7 +57,7 @@ def child(source, out, index, count, prepare=lambda: None):
     try:
         prepare()
         report = convert.convert(source, out, process=(index, count))
-        line = json.dumps([index, report.written, report.resumed, report.elsewhere]) + "\\n"
+        line = json.dumps([index, report.written, report.elsewhere, len(placed)]) + "\\n"
         os.write(1, line.encode())
         os._exit(0)
     finally:
@@ -180,9 +188,12 @@ def test_what_several_make_is_what_one_makes(tmp_path, tiny, quantized, converte
     assert set(ocp.load(tmp_path / "0")) == set(ocp.load(converted()))
     first = convert(tiny(), tmp_path / "again")
     assert (first.written, first.resumed, first.elsewhere) == (first.bytes, 0, 0)
-    assert sorted(report[0] for report in reports[:3]) == [0, 1, 2]
-    assert sum(report[1] for report in reports[:3]) == first.bytes
-    assert all(report[1] and report[3] for report in reports)
+    index, written, elsewhere, placed = zip(*reports[:3], strict=True)
+    assert sorted(index) == [0, 1, 2]
+    assert sum(written) == first.bytes
+    assert min(written) > 0
+    assert sum(elsewhere) == 2 * 8
+    assert sum(placed) == 1
 
 
 def test_killed_at_any_moment_the_others_go_on(tmp_path, tiny, converted):
