@@ -7,7 +7,6 @@ has. JAX is imported where a mesh of devices is at hand; rules and sizes do with
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -19,7 +18,6 @@ from .specs import Leaf, leaves
 
 if TYPE_CHECKING:
     import jax
-    import numpy as np
     from jax.sharding import Mesh, NamedSharding
 
     from .checkpoint.reader import Box
@@ -239,13 +237,14 @@ def _read_array(reader: LeafReader, path: str, name: str, sharding: NamedShardin
     import jax
 
     shape = reader.arrays(path)[name].shape
-
-    @functools.cache
-    def read(box: Box) -> np.ndarray:
-        return reader.read_box(path, name, box)
-
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+    devices: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
-        return read(tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True)))
-
-    return jax.make_array_from_callback(shape, sharding, part)
+        box = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        devices.setdefault(box, []).append(device)
+    # One part after the other is on its devices: all of a stack is never in the host's memory.
+    parts = []
+    for box, those in devices.items():
+        part = reader.read_box(path, name, box)
+        parts += [jax.device_put(part, device) for device in those]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)

@@ -3,9 +3,11 @@
 import json
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 import glm5_jax as glm
 from glm5_jax.checkpoint.restore import LeafReader, open_leaves
@@ -25,17 +27,16 @@ def read_on_one(path, device):
         made.append(read_box(*arguments))
         return made[-1]
 
-    def local(shape, sharding, part):
-        # What JAX does, of the devices that are in this process.
-        return part(sharding.devices_indices_map(shape)[device])
+    def local(sharding, shape):
+        return {device: sharding.devices_indices_map(shape)[device]}
 
-    everywhere = jax.make_array_from_callback
-    jax.make_array_from_callback, LeafReader.read_box = local, watched
-    try:
+    with (
+        patch.object(LeafReader, "read_box", watched),
+        patch.object(NamedSharding, "addressable_devices_indices_map", local),
+        patch.object(jax, "make_array_from_single_device_arrays"),
+    ):
         reader = open_leaves(path)
         read_sharded(reader, mesh(tensor=8), PRESETS["tp"])
-    finally:
-        jax.make_array_from_callback, LeafReader.read_box = everywhere, read_box
     return reader.bytes_read, max(array.nbytes for array in made)
 
 
