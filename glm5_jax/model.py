@@ -298,9 +298,11 @@ def load(
 
     `mesh`: spread the model over the devices of a mesh, cut by `rules`: `ShardingRules`, or the
     name of a preset, `tp_ep` by default (see `sharding`). Each process reads the parts that its
-    devices hold and no more. Under `jax.jit` devices sum activations: with the rules `tp` and
-    `tp_ep` behind the embedding, every mixer, MLP, shared expert and layer of experts, with `ep`
-    behind the experts alone. `fsdp` is left to XLA, which gathers weights where it uses them.
+    devices hold and no more. What they send each other under `jax.jit`: along `tensor` sums of
+    activations, behind the embedding, every mixer, MLP, shared expert and layer of experts; along
+    `expert` a layer's tokens with their choices and weights, and their sums back (one sum where a
+    batch does not divide); along `sequence` see `KDA` and `DSA`; nothing along the `data` of `tp`.
+    What `fsdp` sends is left to XLA: weights, or sums of activations.
 
     Raises:
         CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or
