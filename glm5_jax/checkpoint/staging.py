@@ -43,7 +43,7 @@ def unfinished_directory(dst: Path) -> Path:
 
 
 def is_placed(dst: Path) -> bool:
-    """Whether `dst` is what a conversion put there that was killed before it had cleaned up."""
+    """Whether `dst` is what a conversion put there that has not cleaned up, and may be dead."""
     try:
         records = _read_journal(unfinished_directory(dst))
         return bool(records) and records[-1].content.get("placed") == dst.stat().st_ino
