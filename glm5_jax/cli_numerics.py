@@ -68,7 +68,8 @@ def trace(
             if isinstance(error, CheckpointError):
                 raise
             raise TraceError(str(error)) from error
-    first_alone(lambda: print(f"{found.save(out)}: {found}"))
+    first_alone(lambda: found.save(out))
+    print(f"{out}: {found}")
 
 
 def compare(

@@ -118,14 +118,17 @@ def _join(coordinator: str, process: str | None) -> None:
 def _make_mesh(sizes: dict[str, int]) -> "Mesh":
     import jax
 
-    needed, there = math.prod(sizes.values()), jax.device_count()
-    # A process without a device in the mesh could not run what the others do.
-    if needed > there or (needed < there and jax.process_count() > 1):
-        asked = ",".join(f"{name}={size}" for name, size in sizes.items())
-        hint = f"; for a trial JAX_NUM_CPU_DEVICES={needed} makes a CPU so many"
+    asked = "--mesh " + ",".join(f"{name}={size}" for name, size in sizes.items())
+    needed, there, processes = math.prod(sizes.values()), jax.device_count(), jax.process_count()
+    if needed > there:
+        hint = f"; for a trial JAX_NUM_CPU_DEVICES={needed // processes} makes a CPU so many"
+        on_cpu = jax.default_backend() == "cpu" and needed % processes == 0
         raise ConfigError(
-            f"--mesh {asked}: needs {needed} devices, there are {there}"
-            f"{hint if jax.default_backend() == 'cpu' else ''}"
+            f"{asked}: needs {needed} devices, there are {there}{hint if on_cpu else ''}"
+        )
+    if needed < there and processes > 1:
+        raise ConfigError(
+            f"{asked}: is of {needed} devices, {processes} processes have {there}: name them all"
         )
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
 

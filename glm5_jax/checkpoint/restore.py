@@ -83,7 +83,8 @@ def _require_x64() -> None:
 class LeafReader(ABC):
     """The leaves of one directory, in one dtype (see `dtypes`); nothing is read until asked for.
 
-    `leaves` is the parameter tree by path. `bytes_read` counts what was read of the weights.
+    `leaves` is the parameter tree by path. `bytes_read` counts what was read of the weights; out of
+    an Orbax directory come whole chunks, of which it counts the parts that were asked for.
     """
 
     def __init__(self, config: ModelConfig, leaves: dict[str, Leaf], dtype: str):
