@@ -8,7 +8,7 @@ has. JAX is imported where a mesh of devices is at hand; rules and sizes do with
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -75,8 +75,7 @@ class ShardingRules:
 
     def axes(self, logical: str | None) -> Axes:
         """The mesh axes of a logical axis, none for one that is never cut."""
-        given = getattr(self, logical, ()) if logical else ()
-        return (given,) if isinstance(given, str) else tuple(given)
+        return as_axes(getattr(self, logical, ()) if logical else ())
 
     def pieces(self, axes: Sequence[str | None], mesh: MeshShape) -> Pieces:
         """Of every dimension of an array with these logical axes, the mesh axes that cut it."""
@@ -123,6 +122,11 @@ def parse_mesh(text: str) -> dict[str, int]:
             )
         mesh[name] = int(size)
     return mesh
+
+
+def as_axes(given: str | Axes | None) -> Axes:
+    """The axes that are given as one, several or none."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def parts_of(axes: Axes, mesh: MeshShape) -> int:
@@ -234,17 +238,62 @@ def read_sharded(reader: LeafReader, mesh: Mesh, rules: ShardingRules) -> dict[s
 
 
 def _read_array(reader: LeafReader, path: str, name: str, sharding: NamedSharding) -> jax.Array:
-    import jax
+    """An array of a leaf, with the parts of this process read.
 
-    shape = reader.arrays(path)[name].shape
+    Parts that together are a box are read as one, of a stack some rows at a time, which go to their
+    devices before the next are read: the host never holds a stack.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    shape, dtype = reader.arrays(path)[name]
     devices: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
         box = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         devices.setdefault(box, []).append(device)
-    # One part after the other is on its devices: all of a stack is never in the host's memory.
-    parts = []
-    for box, those in devices.items():
-        part = reader.read_box(path, name, box)
-        parts += [jax.device_put(part, device) for device in those]
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+    parts: dict[jax.Device, list[jax.Array]] = {}
+    for piece in _pieces(list(devices), dtype.itemsize):
+        read = reader.read_box(path, name, piece)
+        for box, those in devices.items():
+            if (within := _within(box, piece)) is not None:
+                part = np.ascontiguousarray(read[within])
+                for device in those:
+                    parts.setdefault(device, []).append(jax.device_put(part, device))
+    whole = [some[0] if len(some) == 1 else jnp.concatenate(some) for some in parts.values()]
+    return jax.make_array_from_single_device_arrays(shape, sharding, whole)
+
+
+def _pieces(boxes: list[Box], itemsize: int) -> Iterator[Box]:
+    """What is read at once, of boxes that have nothing in common, in the order of the rows."""
+    from .checkpoint import restore
+
+    hull = tuple(
+        (min(first for first, _ in ends), max(end for _, end in ends))
+        for ends in zip(*boxes, strict=True)
+    )
+    together = sum(map(_count, boxes)) == _count(hull)
+    for box in [hull] if together else boxes:
+        if len(box) < 3:
+            yield box
+            continue
+        (first, end), *rest = box
+        step = max(1, restore.PIECE_BYTES // (_count(tuple(rest)) * itemsize))
+        for row in range(first, end, step):
+            yield ((row, min(row + step, end)), *rest)
+
+
+def _count(box: Box) -> int:
+    return math.prod(end - first for first, end in box)
+
+
+def _within(box: Box, piece: Box) -> tuple[slice, ...] | None:
+    """Where in a piece the part of a box lies that is in it."""
+    common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece, strict=True)]
+    if any(first >= end for first, end in common):
+        return None
+    return tuple(
+        slice(first - begin, end - begin)
+        for (first, end), (begin, _) in zip(common, piece, strict=True)
+    )

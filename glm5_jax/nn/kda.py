@@ -119,6 +119,8 @@ class KDA(nnx.Module):
         q, k, v = self._convolved(columns, state.conv[:, depth:])
         g, beta = self._gates(x)
         if depth == 0:
+            if T == 1 and implementation is None:
+                implementation = "xla"  # as in `recurrent_kda`: a kernel computes whole chunks
             inputs = (q, k, v, g, beta), state.recurrent, stretch.count
             o, recurrent = self._chunks(*inputs, True, implementation)
             replay = state.replay

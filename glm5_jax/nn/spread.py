@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from glm5_jax.nn.placement import Placement
+from glm5_jax.sharding import Axes, as_axes
 
 if TYPE_CHECKING:
     from glm5_jax.nn.ffn import Experts
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Spread:
-    """Where a layer's experts lie. `specs` are those of its arrays, in the order of its tree."""
+    """Where a layer's experts lie: `specs` of its arrays, in the order of its tree.
+
+    Along what cuts neither experts nor their width (FSDP) arrays are gathered for the time of it.
+    """
 
     placement: Placement
     specs: tuple[PartitionSpec, ...]
@@ -39,7 +43,13 @@ class Spread:
         """
         if all(placement.parts(axis) == 1 for axis in ("experts", "expert_mlp", "sequence")):
             return None
-        return cls(placement, tuple(array.sharding.spec for array in jax.tree.leaves(experts)))
+        held = placement.cuts("experts") + placement.cuts("expert_mlp")
+
+        def own(cut: str | Axes | None) -> Axes | None:
+            return tuple(axis for axis in as_axes(cut) if axis in held) or None
+
+        specs = (array.sharding.spec for array in jax.tree.leaves(experts))
+        return cls(placement, tuple(PartitionSpec(*map(own, spec)) for spec in specs))
 
     def run(
         self,

@@ -20,6 +20,8 @@ PRESETS = {
     "tp_ep": {"tensor": 4, "expert": 2},
     "fsdp": {"data": 8},
 }
+# Weights that are gathered where they are used, and experts that are not.
+OWN = {"data": 2, "expert": 4}, glm.ShardingRules(embed="data", experts="expert")
 LENGTH = 21
 
 
@@ -114,7 +116,12 @@ def main(path: Path, quantized: Path) -> dict:
             again = jax.jit(cached)(model, tokens)
             found[preset]["errors"].append(float(jnp.abs(again - logits).max()))
             found[preset]["traced"] = differing(trace, glm.trace(model, tokens, mask))
+    shape, rules = OWN
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape))
+    model = glm.load(path, dtype="float64", mesh=mesh, rules=rules)
+    own = jax.jit(lambda model, tokens: model(tokens))(model, tokens)
     return {
+        "own": float(jnp.abs(own - logits).max()),
         "scale": float(jnp.abs(logits).max()),
         "narrow": narrow(quantized, tokens),
         "presets": found,

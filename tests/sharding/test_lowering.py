@@ -110,9 +110,9 @@ def test_codes_and_scales_are_cut_alike(lowered):
 @pytest.mark.parametrize(
     ("call", "rows", "heads", "tokens", "queries", "passes"),
     [
-        ("decode tp", 8, 8, 64, 1, 1),  # tokens are whole chunks, queries those of a block
-        ("decode tp fp8", 8, 8, 64, 1, 1),
-        ("decode tp_ep", 4, 16, 64, 1, 1),
+        ("decode tp", 8, 8, 1, 1, 0),  # one token is no chunk; queries are those of a block
+        ("decode tp fp8", 8, 8, 1, 1, 0),
+        ("decode tp_ep", 4, 16, 1, 1, 0),
         ("prefill tp_ep", 4, 16, 1024, 128, 1),
         ("prefill context", 8, 16, 512, 128, 2),
     ],

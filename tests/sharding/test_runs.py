@@ -51,6 +51,10 @@ def test_logits_and_choices_are_those_of_one_device(runs, preset):
     assert max(found["errors"]) <= 1e-12 * runs["scale"]
 
 
+def test_rules_of_ones_own_compute_the_same(runs):
+    assert runs["own"] <= 1e-12 * runs["scale"]
+
+
 def test_a_trace_is_that_of_one_device(runs):
     assert runs["presets"]["tp_ep"]["traced"] == []
 
