@@ -10,8 +10,11 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 import glm5_jax as glm
+from glm5_jax.checkpoint import restore
 from glm5_jax.checkpoint.restore import LeafReader, open_leaves
 from glm5_jax.sharding import PRESETS, read_sharded
+
+restore.PIECE_BYTES = 2**13  # a stack is read in several
 
 
 def mesh(**sizes):
