@@ -53,9 +53,9 @@ def test_it_says_which_model_it_is(topologies, quantized):
     assert found == expected
 
 
-def test_one_of_eight_processes_reads_an_eighth_and_what_is_whole_everywhere(topologies, quantized):
+def test_one_process_reads_all_once_and_one_of_eight_its_eighth(topologies, quantized):
     reader, mesh = open_leaves(quantized), {"tensor": 8}
-    cut = whole = largest = 0
+    cut = whole = largest = largest_stack = stack = 0
     for path, leaf in reader.leaves.items():
         for array in reader.arrays(path).values():
             pieces = array_pieces(PRESETS["tp"], leaf, array.shape, mesh)
@@ -66,9 +66,12 @@ def test_one_of_eight_processes_reads_an_eighth_and_what_is_whole_everywhere(top
             largest = max(largest, part)
             if leaf.role == "moe_expert" and array.dtype.itemsize == 1:
                 assert part == nbytes // 8
+                stack, largest_stack = nbytes, max(largest_stack, part)
     assert cut > whole
-    for source, processes in topologies[1].items():
-        assert processes == [[cut // 8 + whole, largest]] * 8, source
+    for source, (one, *eight) in topologies[1].items():
+        assert eight == [[cut // 8 + whole, largest, largest_stack]] * 8, source
+        assert one[0] == cut + whole, source
+        assert one[2] <= 2**13 < stack // 2, source  # the PIECE_BYTES of topologies.py
 
 
 @pytest.fixture(scope="module")

@@ -14,15 +14,18 @@ from glm5_jax.checkpoint import restore
 from glm5_jax.checkpoint.restore import LeafReader, open_leaves
 from glm5_jax.sharding import PRESETS, read_sharded
 
-restore.PIECE_BYTES = 2**13  # a stack is read in several
+restore.PIECE_BYTES = 2**13  # a stack of experts is read in several
 
 
 def mesh(**sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes))
 
 
-def read_on_one(path, device):
-    """[bytes read, bytes of the largest array made] of a process that has this device alone."""
+def read(path, only=None):
+    """What a process reads that has all devices, or one of them only.
+
+    [bytes read, bytes of the largest array made, of the largest of experts].
+    """
     made = []
     read_box = LeafReader.read_box
 
@@ -31,7 +34,8 @@ def read_on_one(path, device):
         return made[-1]
 
     def local(sharding, shape):
-        return {device: sharding.devices_indices_map(shape)[device]}
+        devices = sharding.devices_indices_map(shape)
+        return devices if only is None else {only: devices[only]}
 
     with (
         patch.object(LeafReader, "read_box", watched),
@@ -40,11 +44,12 @@ def read_on_one(path, device):
     ):
         reader = open_leaves(path)
         read_sharded(reader, mesh(tensor=8), PRESETS["tp"])
-    return reader.bytes_read, max(array.nbytes for array in made)
+    largest = (max(array.nbytes for array in made if array.ndim >= n) for n in (0, 3))
+    return reader.bytes_read, *largest
 
 
 def main(path: Path, out: Path) -> dict:
-    """What each of eight processes would read of safetensors and of an Orbax directory."""
+    """What one process, and each of eight, would read of safetensors and of Orbax directories."""
     many = glm.save(glm.load(path, mesh=mesh(tensor=4, expert=2)), out / "4x2")
     other = glm.save(glm.load(many, mesh=mesh(tensor=8, expert=1), rules="tp"), out / "8x1")
     one = glm.save(glm.load(other), out / "1")
@@ -53,9 +58,9 @@ def main(path: Path, out: Path) -> dict:
         assert old.sharding == new.sharding
         for a, b in zip(old.addressable_shards, new.addressable_shards, strict=True):
             np.testing.assert_array_equal(np.asarray(a.data), np.asarray(b.data))
-    sources = (path, many, one)
     return {
-        source.name: [read_on_one(source, device) for device in jax.devices()] for source in sources
+        source.name: [read(source), *(read(source, device) for device in jax.devices())]
+        for source in (path, many, one)
     }
 
 
