@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
 
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, TraceError
 
 HEARTBEAT_SECONDS = 30
 """Time without a sign of life of a process after which the others end."""
@@ -25,7 +25,7 @@ def join(coordinator: str, process: int | None = None, processes: int | None = N
 
     `coordinator` is HOST:PORT, where process 0 can be reached, or `auto`: JAX finds out all three
     under Slurm, Open MPI and the like. If a process dies, JAX ends the others, with its message and
-    a status that is not 0, at most `HEARTBEAT_SECONDS` later.
+    a status that is not 0, about `HEARTBEAT_SECONDS` later at most.
 
     Raises:
         ConfigError: one line, where it is not known who belongs together. Where that is known and
@@ -63,13 +63,13 @@ def first_alone(step: Callable[[], object]) -> None:
     """Let process 0 do what is done once for all, while the others wait for it.
 
     Raises:
-        CheckpointError: one line, in every process, where the step raises it, or OSError.
+        CheckpointError: one line, in every process, where the step raises one of ours, or OSError.
     """
     problem = ""
     if is_first():
         try:
             step()
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError, TraceError) as error:
             problem = str(error)
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""

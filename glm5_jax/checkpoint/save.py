@@ -2,7 +2,8 @@
 
 Orbax writes: each process the parts that its devices have, of what several have the first one.
 It writes beside the destination, in ``DEST.saving``; what is complete is renamed into place. So
-there is all of the new directory at the destination, or what was there before.
+there is all of the new directory at the destination, or what was there before; what a killed save
+has left beside it the next one drops.
 """
 
 from __future__ import annotations

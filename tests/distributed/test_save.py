@@ -10,7 +10,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import glm5_jax as glm
-from glm5_jax.checkpoint.database import nested_tree
+from glm5_jax.checkpoint.database import nested_tree, open_array
 from glm5_jax.checkpoint.restore import load_leaves, open_leaves
 from glm5_jax.sharding import PRESETS, array_pieces, part_of
 
@@ -77,6 +77,16 @@ def test_one_process_reads_all_once_and_one_of_eight_its_eighth(topologies, quan
 @pytest.fixture(scope="module")
 def model(plain):
     return glm.load(plain)
+
+
+def test_an_expert_of_a_large_stack_is_read_alone(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("glm5_jax.checkpoint.save.CHUNK_BYTES", 2**14)
+    path = glm.save(model, tmp_path / "saved")
+    stack = open_array(path, "layers.0.ffn.experts.gate_proj").result()
+    assert stack.shape == (16, 40, 48)
+    assert stack.chunk_layout.read_chunk.shape == (1, 40, 48)
+    table = open_array(path, "embed_tokens").result()
+    assert 2**12 < 4 * math.prod(table.chunk_layout.read_chunk.shape) <= 2**14
 
 
 def test_what_is_there_is_replaced_only_if_asked(model, plain, tmp_path):
