@@ -104,13 +104,15 @@ def load_options(
 
 def _join(coordinator: str, process: str | None) -> None:
     from glm5_jax.checkpoint.company import check_process, parse_process
-    from glm5_jax.processes import is_first, join
+    from glm5_jax.processes import check_alike, is_first, join
 
     if process is None:
         join(coordinator)
     else:
         one = check_process(*parse_process(process))
         join(coordinator, one.index, one.count)
+    # What differs would leave them waiting for each other.
+    check_alike([word for word in sys.argv[1:] if word not in (process, f"--process={process}")])
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process lives
 

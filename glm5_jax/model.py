@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 from glm5_jax.cache import Cache, empty_cache
 from glm5_jax.compiled import compiled
 from glm5_jax.config import ModelConfig
+from glm5_jax.errors import ConfigError
 from glm5_jax.inputs import checked_inputs
 from glm5_jax.layer import DecoderLayer
 from glm5_jax.mtp import MTPHead
@@ -308,11 +309,18 @@ def load(
         CheckpointError: the directory is neither, or incomplete, or an array cannot be read, or
             the MTP head is asked for and not there. Bytes that changed and still read are found by
             `verify` alone.
-        ConfigError: its config.json describes no model of this family; or the rules do not divide
-            it evenly over the mesh.
+        ConfigError: its config.json describes no model of this family; or mesh and rules are none,
+            or do not divide it evenly.
     """
     from glm5_jax.checkpoint.restore import open_leaves
 
+    if rules is not None and mesh is None:
+        raise ConfigError(f"rules {rules!r}: expected a mesh beside them, to cut the model over")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(
+            f"mesh: expected a jax.sharding.Mesh, as jax.make_mesh gives, got {mesh!r}"
+        )
+    rules = find_rules(rules)
     reader = open_leaves(path, dtype, mtp)
     if mesh is None:
         # Where they are: the arrays lie as JAX wants them, and nobody else has them.
@@ -320,10 +328,10 @@ def load(
     else:
         # Shardings are XLA's to find, whether or not the mesh was made for types that carry them.
         mesh = Mesh(mesh.devices, mesh.axis_names)
-        arrays = read_sharded(reader, mesh, find_rules(rules))
+        arrays = read_sharded(reader, mesh, rules)
     model = TextModel.from_leaves(reader.config, arrays)
     if mesh is not None:
-        model.place(Placement(mesh, find_rules(rules)))
+        model.place(Placement(mesh, rules))
     model.implementation = implementation
     return model
 

@@ -6,8 +6,11 @@ same functions with the same arguments in each of them; every process gets the s
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -31,8 +34,12 @@ def join(coordinator: str, process: int | None = None, processes: int | None = N
         ConfigError: one line, where it is not known who belongs together. Where that is known and
             one does not come, JAX ends the others after five minutes.
     """
-    if coordinator != "auto" and not re.fullmatch(r"\S+:[0-9]+", coordinator):
+    found = re.fullmatch(r"\S+:([0-9]+)", coordinator)
+    if coordinator != "auto" and not (found and 0 < int(found[1]) < 2**16):
         raise ConfigError(f"coordinator: expected HOST:PORT or auto, got {coordinator!r}")
+    if processes is not None:
+        waits = f"process {process}/{processes} waits for the others at {coordinator}"
+        print(f"{waits}, five minutes at most", file=sys.stderr, flush=True)
     try:
         jax.distributed.initialize(
             None if coordinator == "auto" else coordinator,
@@ -45,6 +52,17 @@ def join(coordinator: str, process: int | None = None, processes: int | None = N
         hint = "; give HOST:PORT, and each process its number" if coordinator == "auto" else ""
         problem = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"coordinator {coordinator}: {problem}{hint}") from error
+
+
+def check_alike(words: Sequence[str]) -> None:
+    """Raise ConfigError, in every process, unless all were given the same words."""
+    own = np.frombuffer(hashlib.sha256(json.dumps(words).encode()).digest(), np.uint8)
+    all_of_them = process_allgather(own)
+    if differs := np.flatnonzero((all_of_them != all_of_them[0]).any(axis=1)).tolist():
+        raise ConfigError(
+            f"process {differs[0]} was started with other arguments than process 0; start all of "
+            f"them alike but for --process"
+        )
 
 
 def on_host(x: jax.Array | np.ndarray) -> np.ndarray:

@@ -41,6 +41,11 @@ CUT_BY: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def as_axes(given: str | Axes | None) -> Axes:
+    """The axes that are given as one, several or none."""
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
 @dataclass(frozen=True)
 class ShardingRules:
     """Along which mesh axes each logical axis is cut: a name, several (major first), or ().
@@ -72,6 +77,16 @@ class ShardingRules:
     experts: str | Axes = ()
     batch: str | Axes = "data"
     sequence: str | Axes = ()
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            given = getattr(self, field.name)
+            axes = as_axes(given) if isinstance(given, str | tuple) else (given,)
+            if not all(isinstance(axis, str) for axis in axes) or len(set(axes)) < len(axes):
+                raise ConfigError(
+                    f"{field.name}: expected the name of a mesh axis, or a tuple of different "
+                    f"ones, got {given!r}"
+                )
 
     def axes(self, logical: str | None) -> Axes:
         """The mesh axes of a logical axis, none for one that is never cut."""
@@ -124,11 +139,6 @@ def parse_mesh(text: str) -> dict[str, int]:
     return mesh
 
 
-def as_axes(given: str | Axes | None) -> Axes:
-    """The axes that are given as one, several or none."""
-    return (given,) if isinstance(given, str) else tuple(given or ())
-
-
 def parts_of(axes: Axes, mesh: MeshShape) -> int:
     """Into how many parts a mesh cuts what is cut along these of its axes."""
     return math.prod(mesh[axis] for axis in axes)
@@ -139,7 +149,7 @@ def find_rules(rules: ShardingRules | str | None) -> ShardingRules:
     if isinstance(rules, ShardingRules):
         return rules
     name = "tp_ep" if rules is None else rules
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"rules: expected ShardingRules or {', '.join(PRESETS)}, got {rules!r}")
     return PRESETS[name]
 
@@ -159,7 +169,8 @@ def check_rules(rules: ShardingRules, config: ModelConfig, mesh: MeshShape) -> N
             if config.dims[letter] % parts:
                 raise ConfigError(
                     f"{field.name}: {config.dims[letter]} ({letter}) cannot be divided over "
-                    f"{' × '.join(axes)} = {parts} devices; choose a divisor"
+                    f"{' × '.join(axes)} = {parts} devices; all that is cut there can be over "
+                    f"{_divisors(rules, config, axes)}"
                 )
     for other in ("batch", "vocab", "embed", "heads", "kda_heads", "mlp"):
         if both := set(rules.axes("sequence")) & set(rules.axes(other)):
@@ -182,6 +193,16 @@ def check_rules(rules: ShardingRules, config: ModelConfig, mesh: MeshShape) -> N
         )
 
 
+_MOST_DEVICES = 1024  # that a message proposes
+
+
+def _divisors(rules: ShardingRules, config: ModelConfig, axes: Axes) -> str:
+    """Over how many devices all can be divided that is cut along these axes and no other."""
+    cut = (field.name for field in fields(rules) if rules.axes(field.name) == axes)
+    largest = math.gcd(*(config.dims[letter] for name in cut for letter in CUT_BY.get(name, ())))
+    return ", ".join(str(n) for n in range(1, min(largest, _MOST_DEVICES) + 1) if largest % n == 0)
+
+
 def array_pieces(
     rules: ShardingRules, leaf: Leaf, shape: tuple[int, ...], mesh: MeshShape
 ) -> Pieces:
@@ -199,7 +220,7 @@ def array_pieces(
         elif size % parts or whole % parts or (whole // parts) % -(-whole // size):
             raise ConfigError(
                 f"{leaf.path}: {whole} in blocks of {-(-whole // size)} cannot be divided over "
-                f"{' × '.join(axes)} = {parts} devices"
+                f"{' × '.join(axes)} = {parts} devices; a cut must leave the block of a scale whole"
             )
         else:
             pieces.append(axes)

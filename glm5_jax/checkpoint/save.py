@@ -18,6 +18,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.errors import JaxRuntimeError
 from orbax.checkpoint import v1 as ocp
 
 from ..config_json import config_json
@@ -48,7 +49,8 @@ def save(model: TextModel, path: str | os.PathLike[str], force: bool = False) ->
 
     Raises:
         CheckpointError: one line, in every process: the destination exists, another save is at work
-            there, each process has a model of its own, or something cannot be written.
+            there, each process has a model of its own, something cannot be written, or another
+            process is gone.
     """
     path = Path(path).resolve()
     arrays = {
@@ -69,6 +71,10 @@ def save(model: TextModel, path: str | os.PathLike[str], force: bool = False) ->
         _write(place.root / _TREE, {name: np.zeros(1, np.uint8) for name in arrays})
         config = json.dumps(config_json(model.config), indent=2)
         first_alone(lambda: place.fill(config))
+    except JaxRuntimeError as error:
+        raise CheckpointError(
+            f"{path}: not saved, another process cannot be reached: {one_line(error)}"
+        ) from error
     finally:
         place.let_go()
     return path

@@ -46,8 +46,11 @@ class Placement:
     def spec(self, shape: Sequence[int], axes: LogicalAxes) -> PartitionSpec:
         """How an activation or a cache of this shape is cut; whole dimensions at its end unsaid.
 
-        That is how compiled functions say it: a longer form would be compiled for once more.
+        That, and to leave whole what is empty, is how compiled functions say it: for another form
+        what takes their results would be compiled once more.
         """
+        if 0 in shape:
+            return PartitionSpec()
         cuts = [self.cut(size, axis) for size, axis in zip(shape, axes, strict=True)]
         while cuts and not cuts[-1]:
             cuts.pop()

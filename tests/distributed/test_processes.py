@@ -79,3 +79,11 @@ def test_a_process_reads_its_own_half_and_what_is_whole_everywhere(runs, plain):
     for one in arrays(runs, 2):
         # What was saved has float64 in the place of float32.
         assert one["bytes"].tolist() == [cut // 2 + whole, 2 * (cut // 2 + whole)]
+
+
+def test_processes_that_were_started_otherwise_all_say_so(plain, run_together):
+    for one in run_together("otherwise.py", plain, processes=2):
+        assert one.status == 2
+        waits, said = one.err.splitlines()[0], one.err.splitlines()[-1]
+        assert "waits for the others at 127.0.0.1:" in waits
+        assert said.startswith("error: process 1 was started with other arguments than process 0")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import glm5_jax as glm
+from glm5_jax import generation
 from glm5_jax.bench_dispatch import collectives
 
 PRESETS = {
@@ -58,6 +59,11 @@ def continued(model, tokens):
     """What `generate` adds to prompts of several lengths, drafting; two steps at least."""
     prompts = [row[: 3 + 2 * n].tolist() for n, row in enumerate(tokens)]
     return glm.generate(model, prompts, max_new_tokens=4, draft_tokens=1).tokens.tolist()
+
+
+def steps_compiled():
+    """How many steps of generation have been compiled so far."""
+    return generation._step._cache_size()
 
 
 def differing(ours, theirs):
@@ -111,7 +117,9 @@ def main(path: Path, quantized: Path) -> dict:
         }
         if preset != "fsdp":
             found[preset]["moved"] = moved(model, tokens)
+        before = steps_compiled()
         found[preset]["generated"] = continued(model, tokens) == added
+        found[preset]["steps compiled"] = steps_compiled() - before
         if preset == "tp_ep":
             again = jax.jit(cached)(model, tokens)
             found[preset]["errors"].append(float(jnp.abs(again - logits).max()))

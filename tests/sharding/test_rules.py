@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 from glm5_jax.budget import parameter_budget
 from glm5_jax.config import load_config
 from glm5_jax.errors import ConfigError
+from glm5_jax.model import load
 from glm5_jax.sharding import (
     PRESETS,
     ShardingRules,
@@ -131,7 +132,34 @@ def test_rules_that_cannot_be_are_refused(rules, mesh, message):
         check_rules(find_rules(rules), RELEASE, mesh)
 
 
+@pytest.mark.parametrize("given", [3, ("tensor", "tensor"), ["tensor"], ("tensor", None)])
+def test_a_rule_names_mesh_axes(given):
+    with pytest.raises(ConfigError, match="heads: expected the name of a mesh axis"):
+        ShardingRules(heads=given)
+
+
+def test_what_divides_evenly_is_said():
+    with pytest.raises(ConfigError, match=r"can be over 1, 2, 4, 8, 16, 32, 64$"):
+        check_rules(find_rules("tp"), RELEASE, {"tensor": 6})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"rules": "tp"}, "rules 'tp': expected a mesh"),
+        ({"mesh": "tensor=2"}, "mesh: expected a jax.sharding.Mesh"),
+        ({"mesh": AbstractMesh((1,), ("tensor",))}, "mesh: expected a jax.sharding.Mesh"),
+        ({"mesh": {"tensor": 2}, "rules": {"heads": "data"}}, "mesh: expected"),
+    ],
+)
+def test_loading_over_what_is_no_mesh_is_refused(tmp_path, options, said):
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path, **options)
+
+
 def test_rules_by_name():
+    with pytest.raises(ConfigError, match="rules: expected"):
+        find_rules({"heads": "data"})
     assert find_rules(None) is find_rules("tp_ep") is PRESETS["tp_ep"]
     with pytest.raises(ConfigError, match="tp, ep, tp_ep, fsdp, got 'pp'"):
         find_rules("pp")

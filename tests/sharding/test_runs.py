@@ -48,6 +48,7 @@ def test_logits_and_choices_are_those_of_one_device(runs, preset):
     assert found["parts"] == PARTS[preset]
     assert found["choices"]
     assert found["generated"]
+    assert found["steps compiled"] == 1
     assert max(found["errors"]) <= 1e-12 * runs["scale"]
 
 
