@@ -59,9 +59,15 @@ def collectives(compiled: jax.stages.Compiled) -> Counter[tuple[str, str]]:
     What stands in a loop counts once.
     """
     kinds = "|".join(COLLECTIVES)
-    # What XLA sends in one message has the shape of all of it: `(f64[8,1,48], f64[8,1,3,48])`.
-    lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", compiled.as_text() or "")
-    return Counter((k, shape) for s, k in lines for shape in re.findall(r"\w+\[[\d,]*\]", s))
+    found: Counter[tuple[str, str]] = Counter()
+    for result, kind, start in re.findall(
+        rf"= (.*?) ({kinds})(-start)?\(", compiled.as_text() or ""
+    ):
+        # What XLA sends in one message has the shape of all of it: `(f64[8,1,48], f64[8,1,3,48])`.
+        shapes = re.findall(r"\w+\[[\d,]*\]", result)
+        # Of one that need not be waited for: what is sent, then what comes.
+        found.update((kind, shape) for shape in shapes[len(shapes) // 2 if start else 0 :])
+    return found
 
 
 def bytes_received(compiled: jax.stages.Compiled, devices: int) -> float:

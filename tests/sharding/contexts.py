@@ -4,9 +4,7 @@ Run by test_context.py, in a process of its own as runs.py.
 """
 
 import json
-import re
 import sys
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import glm5_jax as glm
+from glm5_jax.bench_dispatch import collectives
 from glm5_jax.sharding import PRESETS, ShardingRules
 from pallas_kernels.kda import chunk_kda
 from pallas_kernels.kda.context import context_kda
@@ -126,10 +125,7 @@ def continued(model, tokens, mask, rewind):
 
 def sent(program):
     """What the devices send: [kind, shape, how often]."""
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    lines = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", program.as_text())
-    found = Counter((k, shape) for s, k in lines for shape in re.findall(r"\w+\[[\d,]*\]", s))
-    return [[kind, shape, n] for (kind, shape), n in found.items()]
+    return [[kind, shape, n] for (kind, shape), n in collectives(program).items()]
 
 
 def furthest(ours, theirs):

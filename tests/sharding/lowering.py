@@ -20,6 +20,7 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh
 
 import glm5_jax as glm
+from glm5_jax.bench_dispatch import collectives
 from glm5_jax.cache import empty_cache
 from glm5_jax.config import QuantizationConfig
 from glm5_jax.mesh_budget import planned_arrays
@@ -104,16 +105,9 @@ def described(lowered):
 def compiled(lowered, given):
     """Of the compiled program: what devices send, and the bytes of one of them."""
     program = lowered.compile()
-    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    # Of one that need not be waited for: (what is sent, what comes).
-    lines = re.findall(rf"= (.*?) ({kinds})(-start)?\(", program.as_text())
-    sent = Counter()
-    for shapes, kind, start in lines:
-        found = re.findall(r"\w+\[[\d,]*\]", shapes)
-        sent.update((kind, shape) for shape in found[len(found) // 2 if start else 0 :])
     memory = program.memory_analysis()
     return {
-        "sent": [[kind, shape, n] for (kind, shape), n in sent.items()],
+        "sent": [[kind, shape, n] for (kind, shape), n in collectives(program).items()],
         "given": [memory.argument_size_in_bytes, given],
         "kept": [memory.alias_size_in_bytes, memory.output_size_in_bytes],
         "temporary": memory.temp_size_in_bytes,
