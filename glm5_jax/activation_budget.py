@@ -214,7 +214,8 @@ class Stages:
         if rows < self.call.batch:
             experts = (self.rules.cuts(axis, self.mesh) for axis in ("experts", "expert_mlp"))
             cuts = sum(experts, ())
-            shared = tuple(a for a in self.rules.cuts("batch", self.mesh) if a in cuts)
+            batch = self.rules.cut(self.call.batch, "batch", self.mesh)
+            shared = tuple(axis for axis in batch if axis in cuts)
             rows *= parts_of(shared, self.mesh)
         return rows * self.call.tokens
 

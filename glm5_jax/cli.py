@@ -88,10 +88,7 @@ def convert(
     mtp: Annotated[bool, typer.Option("--mtp/--no-mtp", help="Convert the MTP layer.")] = True,
     force: Annotated[bool, typer.Option("--force", help="Replace DST if it exists.")] = False,
     allow_bf16: AllowBf16 = False,
-    process: Annotated[
-        str | None,
-        typer.Option(metavar="I/N", help="This is process I, from 0, of N that share the work."),
-    ] = None,
+    process: ProcessOf = None,
 ) -> None:
     """Convert safetensors into an Orbax directory; an interrupted run goes on where it stopped."""
     from glm5_jax.checkpoint.company import parse_process
@@ -308,10 +305,7 @@ def budget(
             metavar="NAME=N,...", help="Bytes on each device of a mesh, and where it fits."
         ),
     ] = None,
-    rules: Annotated[
-        str | None,
-        typer.Option(metavar="tp|ep|tp_ep|fsdp", help="What a mesh cuts; tp_ep without."),
-    ] = None,
+    rules: Rules = None,
     batch: Annotated[int | None, typer.Option(help="Sequences at a time; 1 without.")] = None,
     mtp: Annotated[
         bool | None, typer.Option("--mtp/--no-mtp", help="With the MTP head and its cache.")

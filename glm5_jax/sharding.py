@@ -104,13 +104,17 @@ class ShardingRules:
         """Into how many parts a mesh cuts a logical axis."""
         return parts_of(self.cuts(logical, mesh), mesh)
 
-    def share(self, size: int, logical: str, mesh: MeshShape) -> int:
-        """How much of a dimension of an activation or a cache a device has.
+    def cut(self, size: int, logical: str | None, mesh: MeshShape) -> Axes:
+        """The axes of a mesh that cut a dimension of an activation or a cache.
 
-        All of it where it does not come out even: a batch of one row is whole on all devices.
+        None where it does not come out even: a batch of one row is whole on all devices.
         """
-        parts = self.parts(logical, mesh)
-        return size // parts if size % parts == 0 else size
+        cuts = self.cuts(logical, mesh)
+        return cuts if size % parts_of(cuts, mesh) == 0 else ()
+
+    def share(self, size: int, logical: str, mesh: MeshShape) -> int:
+        """How much of such a dimension a device has."""
+        return size // parts_of(self.cut(size, logical, mesh), mesh)
 
 
 _TENSOR = dict(vocab="tensor", heads="tensor", kda_heads="tensor", mlp="tensor")
@@ -164,7 +168,7 @@ def check_rules(rules: ShardingRules, config: ModelConfig, mesh: MeshShape) -> N
     for field in fields(rules):
         axes = rules.axes(field.name)
         used.update(axes)
-        parts = parts_of(rules.cuts(field.name, mesh), mesh)
+        parts = rules.parts(field.name, mesh)
         for letter in CUT_BY.get(field.name, ()):
             if config.dims[letter] % parts:
                 raise ConfigError(

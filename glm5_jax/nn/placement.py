@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from glm5_jax.sharding import Axes, ShardingRules, parts_of
+from glm5_jax.sharding import Axes, ShardingRules
 
 LogicalAxes: TypeAlias = Sequence[str | None]
 """What each dimension of an array means, as in the spec table, or None; `batch` is one too."""
@@ -33,15 +33,11 @@ class Placement:
 
     def parts(self, logical: str) -> int:
         """Into how many parts a logical axis is cut."""
-        return parts_of(self.cuts(logical), self.mesh.shape)
+        return self.rules.parts(logical, self.mesh.shape)
 
     def cut(self, size: int, logical: str | None) -> Axes:
-        """The axes that cut a dimension of an activation or a cache.
-
-        None where it does not come out even: a batch of one row is whole on all devices.
-        """
-        cuts = self.rules.cuts(logical, self.mesh.shape) if logical else ()
-        return cuts if size % parts_of(cuts, self.mesh.shape) == 0 else ()
+        """The axes that cut a dimension of an activation or a cache: see `ShardingRules.cut`."""
+        return self.rules.cut(size, logical, self.mesh.shape)
 
     def spec(self, shape: Sequence[int], axes: LogicalAxes) -> PartitionSpec:
         """How an activation or a cache of this shape is cut; whole dimensions at its end unsaid.

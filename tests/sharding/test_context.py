@@ -1,11 +1,6 @@
 """Rows whose tokens are cut over devices: the numbers of one device, and what is sent for them."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,22 +11,9 @@ from glm5_jax.sharding import PRESETS, check_rules
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    config = json.loads(packaged_config("tiny").read_text())
-    text = config["text_config"]
-    text |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
-    text["linear_attn_config"] |= {"num_heads": 8, "kda_layers": [0], "full_attn_layers": [1]}
-    text["layer_types"] = ["linear_attention", "deepseek_sparse_attention"]
-    for key in ("mlp_layer_types", "indexer_types"):
-        text[key] = text[key][:2]
-    path = make_tiny(tmp_path_factory.mktemp("model") / "m", config, dtype="float32")
-    script = Path(__file__).with_name("contexts.py")
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_X64": "1"}
-    done = subprocess.run(
-        [sys.executable, script, path], env=os.environ | settings, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def runs(eight_heads, run_apart, tmp_path_factory):
+    path = make_tiny(tmp_path_factory.mktemp("model") / "m", eight_heads(1), dtype="float32")
+    return run_apart("contexts.py", path, x64=True)
 
 
 @pytest.mark.parametrize(

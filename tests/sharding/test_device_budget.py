@@ -5,9 +5,6 @@ import dataclasses
 import io
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -106,17 +103,11 @@ def test_state_is_what_a_cache_of_the_model_holds(preset, batch, context, rewind
 
 
 @pytest.fixture(scope="module")
-def directories(tmp_path_factory):
+def directories(eight_heads, tmp_path_factory):
     """A model of two layers, KDA with a dense MLP and DSA with experts, as three releases."""
-    config = json.loads(packaged_config("tiny").read_text())
-    text = config["text_config"]
-    text |= {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64}
-    text |= {"num_attention_heads": 8, "num_key_value_heads": 8, "v_head_dim": 20}
-    text |= {"moe_intermediate_size": 32, "num_nextn_predict_layers": 0}
-    text["linear_attn_config"] |= {"num_heads": 8, "kda_layers": [0], "full_attn_layers": [1]}
-    text["layer_types"] = ["linear_attention", "deepseek_sparse_attention"]
-    for key in ("mlp_layer_types", "indexer_types"):
-        text[key] = text[key][:2]
+    config = eight_heads(1)
+    config["text_config"] |= {"hidden_size": 64, "intermediate_size": 64, "v_head_dim": 20}
+    config["text_config"] |= {"moe_intermediate_size": 32, "num_nextn_predict_layers": 0}
     config["vision_config"]["out_hidden_size"] = 64
     config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [4, 4]}
     at = tmp_path_factory.mktemp("models")
@@ -138,18 +129,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def allocated(directories):
+def allocated(directories, run_apart):
     """By preset what XLA allocates, from one process on eight simulated devices."""
     cases = [
         case | {"rules": rules, "path": str(directories[case["stored"]])}
         for rules, case in CASES.items()
     ]
-    script = Path(__file__).with_name("memory.py")
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    command = [sys.executable, script, json.dumps(cases)]
-    done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return dict(zip(CASES, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return dict(zip(CASES, run_apart("memory.py", json.dumps(cases)), strict=True))
 
 
 def planned(directories, rules):

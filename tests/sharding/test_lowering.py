@@ -10,8 +10,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -34,19 +32,8 @@ def two_layers():
     return config
 
 
-def run(where, few, **settings):
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("lowering.py"), where, RELEASE, *few],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"} | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def on_h200s(tmp_path_factory):
+def on_h200s(run_apart, tmp_path_factory):
     try:
         root = str(toolkit())
     except CannotCompile as error:
@@ -60,16 +47,17 @@ def on_h200s(tmp_path_factory):
         "MOSAIC_GPU_CUDA_ROOT": root,
         "LLVM_DISABLE_SYMBOLIZATION": "1",
     }
-    return run("h200", [few] if GATES else [], **settings)
+    arguments = ("h200", RELEASE, few) if GATES else ("h200", RELEASE)
+    return run_apart("lowering.py", *arguments, **settings)
 
 
 @pytest.fixture(scope="module")
-def lowered(request):
+def lowered(request, run_apart):
     """On H200s where that can be, else on a CPU's devices."""
     try:
         toolkit()
     except CannotCompile:
-        return run("simulated", [], JAX_NUM_CPU_DEVICES="8")
+        return run_apart("lowering.py", "simulated", RELEASE)
     return request.getfixturevalue("on_h200s")
 
 

@@ -1,14 +1,8 @@
 """Cut over eight devices in every way, the model computes what it computes on one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from glm5_jax.checkpoint.tiny import make_tiny, packaged_config
+from glm5_jax.checkpoint.tiny import make_tiny
 
 PARTS = {
     "tp": {"experts": [16, 5, 48], "heads": [48, 14], "vocab": [28, 48]},
@@ -19,27 +13,11 @@ PARTS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    config = json.loads(packaged_config("tiny").read_text())
-    text = config["text_config"]
-    text |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_hidden_layers": 3}
-    text["linear_attn_config"] |= {"num_heads": 8, "kda_layers": [0, 1], "full_attn_layers": [2]}
-    text["layer_types"] = [*text["layer_types"][:2], "deepseek_sparse_attention"]
-    for key in ("mlp_layer_types", "indexer_types"):
-        text[key] = text[key][:3]
-    at = tmp_path_factory.mktemp("model")
+def runs(eight_heads, run_apart, tmp_path_factory):
+    config, at = eight_heads(2), tmp_path_factory.mktemp("model")
     path = make_tiny(at / "m", config, dtype="float32")
     quantized = make_tiny(at / "fp8", config, dtype="float32", quantization="fp8")
-    script = Path(__file__).with_name("runs.py")
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "JAX_ENABLE_X64": "1"}
-    done = subprocess.run(
-        [sys.executable, script, path, quantized],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_apart("runs.py", path, quantized, x64=True)
 
 
 @pytest.mark.parametrize("preset", PARTS)
